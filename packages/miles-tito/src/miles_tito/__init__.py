@@ -1,0 +1,50 @@
+"""Token-in-token-out: records, sessions and exact joins."""
+
+from .errors import EngineError, MilesError, MissingDependency, RecordError, SampleError
+from .records import (
+    UNKNOWN_VERSION,
+    Ctx,
+    Env,
+    Episode,
+    EpisodeResult,
+    FinishReason,
+    Group,
+    Message,
+    Outcome,
+    Policy,
+    Prompt,
+    Sample,
+    Sampling,
+    Trajectory,
+    TrajectoryKind,
+    VersionSpan,
+)
+from .summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
+
+__all__ = [
+    "UNKNOWN_VERSION",
+    "Ctx",
+    "EngineError",
+    "Env",
+    "Episode",
+    "EpisodeResult",
+    "EpisodeSummary",
+    "FinishReason",
+    "Group",
+    "GroupRef",
+    "Message",
+    "MilesError",
+    "MissingDependency",
+    "Outcome",
+    "Policy",
+    "Prompt",
+    "RecordError",
+    "Sample",
+    "SampleError",
+    "Sampling",
+    "Trajectory",
+    "TrajectoryKind",
+    "TrajectorySummary",
+    "VersionSpan",
+    "summarize",
+]

@@ -1,0 +1,94 @@
+"""What the driver keeps of a group: lengths, rewards and versions, never token arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .records import Episode, Group, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySummary:
+    id: str
+    num_tokens: int
+    num_loss_tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSummary:
+    id: str
+    outcome: Outcome
+    reward: float | None
+    error: str | None
+    attempt: int
+    seconds: float
+    metrics: Mapping[str, float]
+    trajectories: tuple[TrajectorySummary, ...]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(t.num_loss_tokens for t in self.trajectories)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((t.oldest_version for t in self.trajectories if t.oldest_version is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRef:
+    """A finished group as the buffer holds it: its summary, and a handle to fetch the arrays with."""
+
+    id: str
+    prompt_id: str
+    episodes: tuple[EpisodeSummary, ...]
+    handle: Any = None
+    """The Group itself in one process, a Ray ObjectRef across processes."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """[episodes] raw outcome of each sibling, None where it has none."""
+        return tuple(episode.reward for episode in self.episodes)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((e.oldest_version for e in self.episodes if e.oldest_version is not None), default=None)
+
+
+def summarize(group: Group, *, handle: Any = None) -> GroupRef:
+    """The summary of `group`, with `handle` (by default the group itself) to fetch its arrays."""
+    return GroupRef(
+        id=group.id,
+        prompt_id=group.prompt_id,
+        episodes=tuple(_episode(e) for e in group.episodes),
+        handle=group if handle is None else handle,
+        metadata=group.metadata,
+    )
+
+
+def _episode(episode: Episode) -> EpisodeSummary:
+    return EpisodeSummary(
+        id=episode.id,
+        outcome=episode.outcome,
+        reward=episode.reward,
+        error=episode.error,
+        attempt=episode.attempt,
+        seconds=episode.seconds,
+        metrics=dict(episode.metrics),
+        trajectories=tuple(
+            TrajectorySummary(
+                id=t.id,
+                num_tokens=len(t.tokens),
+                num_loss_tokens=t.num_loss_tokens,
+                oldest_version=t.oldest_version,
+                newest_version=max((s.version for s in t.versions), default=None),
+                finish_reason=str(t.finish_reason),
+            )
+            for t in episode.trajectories
+        ),
+    )
