@@ -1,0 +1,25 @@
+"""Where metrics, spans and the summary of a run go. Libraries return numbers; only monitors write them."""
+
+from .base import Monitor, MultiMonitor, StepError
+from .build import build_monitor
+from .config import MonitorConfig, TrackioConfig, WandbConfig
+from .jsonl import JsonlMonitor, read_metrics, read_summary
+from .summary import RunSummary
+from .utilisation import Span, busy_fraction, utilisation
+
+__all__ = [
+    "JsonlMonitor",
+    "Monitor",
+    "MonitorConfig",
+    "MultiMonitor",
+    "RunSummary",
+    "Span",
+    "StepError",
+    "TrackioConfig",
+    "WandbConfig",
+    "build_monitor",
+    "busy_fraction",
+    "read_metrics",
+    "read_summary",
+    "utilisation",
+]

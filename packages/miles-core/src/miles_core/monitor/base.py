@@ -1,0 +1,73 @@
+"""The monitor protocol, and one monitor that feeds many."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from miles_tito.errors import MilesError
+
+from .summary import RunSummary
+
+logger = logging.getLogger(__name__)
+
+
+class StepError(MilesError, ValueError):
+    """A step was logged out of order."""
+
+
+class Monitor(Protocol):
+    """Receives what a run reports. Called from the driver only, never from two threads."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of one committed step; `monitor.names` is the catalogue. Steps never decrease."""
+        ...
+
+    def event(self, name: str, start: float, end: float, lane: str) -> None:
+        """Something took from `start` to `end` (seconds since the epoch, `time.time()`) in `lane`."""
+        ...
+
+    def finish(self, summary: RunSummary) -> None:
+        """The run ends; called once, also after a failure or Ctrl-C."""
+        ...
+
+
+class MultiMonitor:
+    """Feeds the run's own record (`required`) and any trackers (`optional`).
+
+    An error of a required monitor ends the run: a run without its record is worth nothing. A tracker that fails
+    is dropped with one warning: a web service that is down must not cost a night of training.
+    """
+
+    def __init__(self, required: Sequence[Monitor], optional: Sequence[Monitor] = ()) -> None:
+        self._required = list(required)
+        self._optional = list(optional)
+        self._last_step: int | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._last_step is not None and step < self._last_step:
+            raise StepError(f"Step {step} was logged after step {self._last_step}; steps never decrease.")
+        self._last_step = step
+        self._each(lambda monitor: monitor.log(step, metrics))
+
+    def event(self, name: str, start: float, end: float, lane: str) -> None:
+        self._each(lambda monitor: monitor.event(name, start, end, lane))
+
+    def finish(self, summary: RunSummary) -> None:
+        self._each(lambda monitor: monitor.finish(summary))
+
+    def _each(self, call: Callable[[Monitor], None]) -> None:
+        for monitor in self._required:
+            call(monitor)
+        for monitor in tuple(self._optional):
+            try:
+                call(monitor)
+            except Exception as error:  # the boundary: trackers raise whatever their network and disk raise
+                self._optional.remove(monitor)
+                logger.warning(
+                    "%s failed and is switched off for the rest of this run: %s: %s. metrics.jsonl has everything.",
+                    type(monitor).__name__,
+                    type(error).__name__,
+                    error,
+                )

@@ -1,0 +1,58 @@
+"""Settings of the monitors: the `[monitor]` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases, `pip install 'miles-core[wandb]'`."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    enabled: bool = False
+    """Send metrics to Weights & Biases."""
+    project: str = "miles"
+    """Project that the run appears under."""
+    entity: str | None = None
+    """Team or user; none uses your default."""
+    mode: Literal["online", "offline"] = "online"
+    """offline writes to the run directory; `wandb sync` uploads later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackioConfig:
+    """trackio, a local tracker, `pip install 'miles-core[trackio]'`."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    enabled: bool = False
+    """Write metrics to trackio's database; `trackio show` opens the dashboard."""
+    project: str = "miles"
+    """Project that the run appears under."""
+    space_id: str | None = None
+    """Hugging Face Space to log to; none stays on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorConfig:
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    console: Literal["auto", "rich", "plain", "off"] = "auto"
+    """rich draws a live table, plain prints one line a step; auto is rich on a terminal and plain elsewhere."""
+    trace: bool = True
+    """Write trace.json, spans of generation, training, sync and evaluation for https://ui.perfetto.dev."""
+    tensorboard: bool = False
+    """Write TensorBoard events under `<run>/tensorboard`; needs `pip install 'miles-core[tensorboard]'`."""
+    fsync_interval_s: float = 5.0
+    """Seconds between forced writes of metrics.jsonl to the device; 0 forces every row."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+
+    def __post_init__(self) -> None:
+        if not self.fsync_interval_s >= 0:
+            raise ValueError(f"`fsync_interval_s` is {self.fsync_interval_s}; it must be 0 or more.")

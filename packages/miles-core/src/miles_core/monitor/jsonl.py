@@ -1,0 +1,98 @@
+"""`metrics.jsonl`: one row a logged step, readable after `kill -9`; and `summary.json` when the run ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .summary import RunSummary
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+class JsonlMonitor:
+    """Appends rows `{"step": 3, "time": …, "reward/mean": …}`.
+
+    A row is one `write` and therefore survives the death of the process; `fsync_interval_s` bounds what the death
+    of the machine can take. Numbers that JSON cannot hold are the strings "nan", "inf" and "-inf".
+    """
+
+    def __init__(
+        self, run_dir: Path, *, fsync_interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._dir = run_dir
+        self._interval = fsync_interval_s
+        self._clock = clock
+        self._synced = clock()
+        path = run_dir / METRICS_FILE
+        _drop_torn_row(path)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, "time": round(time.time(), 3)} | {name: _to_json(v) for name, v in metrics.items()}
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        written = os.write(self._fd, line)
+        if written != len(line):
+            raise OSError(
+                f"Only {written} of {len(line)} bytes of step {step} reached {self._dir / METRICS_FILE}. "
+                "Free disk space under the run directory."
+            )
+        if self._clock() - self._synced >= self._interval:
+            self._sync()
+
+    def event(self, name: str, start: float, end: float, lane: str) -> None:
+        """Spans belong to the trace."""
+
+    def finish(self, summary: RunSummary) -> None:
+        self._sync()
+        os.close(self._fd)
+        partial = self._dir / (SUMMARY_FILE + ".partial")
+        partial.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8")
+        partial.replace(self._dir / SUMMARY_FILE)  # atomic: a reader sees a whole summary or none
+
+    def _sync(self) -> None:
+        os.fsync(self._fd)
+        self._synced = self._clock()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of a run, those of one step merged; a torn last row is left out, a missing file is an empty run."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        rows.setdefault(row["step"], {}).update({name: float(value) for name, value in row.items()})
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_summary(run_dir: Path) -> RunSummary | None:
+    """The summary of a run, None while it has not finished."""
+    path = run_dir / SUMMARY_FILE
+    return RunSummary(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _to_json(value: float) -> float | str:
+    """`value` as a plain number (numpy scalars included), or as its name where JSON has none."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _drop_torn_row(path: Path) -> None:
+    """Cut a row that an earlier process was killed in, so that the next one starts on its own line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)

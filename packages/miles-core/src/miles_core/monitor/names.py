@@ -1,0 +1,78 @@
+"""The catalogue of metric names: `part/what`, with `/mean`-like endings left to what is averaged.
+
+A name that ends in `*` stands for a family whose members are named at run time. Metrics outside the catalogue are
+recorded all the same and drawn in the report under "More".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+METRICS: Final[dict[str, str]] = {
+    "reward/mean": "Mean reward of the episodes trained in this step",
+    "reward/std": "Standard deviation of reward over those episodes",
+    "reward/group_std": "Standard deviation of reward within a group, averaged over groups",
+    "eval/score": "Mean held-out reward of this version's weights",
+    "eval/stderr": "Standard error of `eval/score`",
+    "eval/failed": "Share of held-out episodes without a reward",
+    "env/*": "A metric of the environment, averaged over the episodes that report it",
+    "env/*_coverage": "Share of episodes that report the metric, given where it is below 1",
+    "episode/tokens": "Sampled tokens of an episode, mean",
+    "episode/tokens_max": "Sampled tokens of an episode, maximum",
+    "episode/length": "All tokens of a trajectory, prompt and tool results included, mean",
+    "episode/turns": "Model calls of an episode, mean",
+    "episode/seconds": "Wall time of an episode, mean",
+    "episode/seconds_max": "Wall time of an episode, maximum",
+    "episode/truncated": "Share of episodes in which a turn hit the token limit",
+    "episode/failed": "Share of episodes without a reward",
+    "staleness/mean": "Versions between an episode's oldest token and the weights it trains, mean",
+    "staleness/max": "The same, maximum; never above `rollout.max_staleness`",
+    "logprob_gap/mean": "|log p(trainer) - log p(engine)| over trained tokens, mean",
+    "logprob_gap/max": "The same, maximum",
+    "logprob_gap/same_version_max": "Maximum over tokens sampled under the very weights that score them: pure numerics",
+    "logprob_gap/version_*": "Mean over the tokens that this weight version sampled",
+    "loss/*": "A term of the loss: total, policy, kl, …",
+    "ratio/*": "Importance ratio between trainer and engine: mean, max, share clipped",
+    "entropy/mean": "Entropy of the policy over trained tokens, in nats",
+    "optimizer/lr": "Learning rate of this step",
+    "optimizer/grad_norm": "Gradient norm before clipping",
+    "batch/episodes": "Episodes in the batch",
+    "batch/tokens": "Tokens in the batch",
+    "batch/loss_tokens": "Trained tokens in the batch",
+    "time/step": "Seconds of the whole step",
+    "time/take_wait": "Seconds that the trainer waited for groups",
+    "time/train": "Seconds of forward, backward and optimizer",
+    "time/sync": "Seconds to put the new weights into every engine",
+    "time/on_step": "Seconds of evaluation and bookkeeping after the step",
+    "engine/tokens_per_s": "Tokens that all engines sampled a second",
+    "engine/utilisation": "Share of the step in which the engines generated",
+    "trainer/utilisation": "Share of the step in which the trainer trained",
+    "sync/*": "A figure of the weight update: bytes, buckets, seconds by phase",
+    "buffer/*": "A figure of the group buffer: ready, in flight, credits",
+    "fate/issued": "Groups issued so far",
+    "fate/trained": "Groups trained so far",
+    "fate/filtered": "Groups dropped by the filter so far",
+    "fate/stale": "Groups dropped as too old so far",
+    "fate/failed": "Groups given up on after their attempts so far",
+    "fate/aborted": "Groups given up on by the end of the run so far",
+    "fate/in_flight": "Groups issued and without a terminal fate",
+}
+
+
+def describe(name: str) -> str | None:
+    """The catalogue's line for `name`, None for a metric that it does not know."""
+    if name in METRICS:
+        return METRICS[name]
+    families = sorted((n for n in METRICS if "*" in n), key=len, reverse=True)
+    return next((METRICS[family] for family in families if _matches(family, name)), None)
+
+
+def markdown_table(names: Iterable[str] = METRICS) -> str:
+    """The catalogue as a Markdown table."""
+    return "\n".join(["| metric | meaning |", "|---|---|", *(f"| `{name}` | {METRICS[name]} |" for name in names)])
+
+
+def _matches(family: str, name: str) -> bool:
+    start, end = family.split("*")
+    return len(name) > len(start) + len(end) and name.startswith(start) and name.endswith(end)

@@ -1,0 +1,43 @@
+"""TensorBoard event files, written without TensorFlow or torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from miles_tito.errors import MissingDependency
+
+from .summary import RunSummary
+
+try:
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (generated code)
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+except ImportError as error:
+    raise MissingDependency(
+        "`monitor.tensorboard` needs the tensorboard package: pip install 'miles-core[tensorboard]'"
+    ) from error
+
+
+class TensorboardMonitor:
+    """One scalar a metric under `<run>/tensorboard`; look with `tensorboard --logdir <run>`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        ]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def event(self, name: str, start: float, end: float, lane: str) -> None:
+        """Spans belong to the trace."""
+
+    def finish(self, summary: RunSummary) -> None:
+        self._writer.close()

@@ -1,0 +1,76 @@
+"""`trace.json`: spans of the run in the Chrome trace event format, for https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .summary import RunSummary
+
+TRACE_FILE = "trace.json"
+COUNTERS = ("reward/mean", "staleness/mean", "engine/tokens_per_s", "buffer/ready", "eval/score")
+
+
+class TraceMonitor:
+    """Writes each event as it comes.
+
+    The array form of the format may lack its closing bracket, so the file of a killed run opens as well; `finish`
+    closes it, which makes it strict JSON. Spans of one lane that overlap (hundreds of episodes at once) are spread
+    over rows `lane`, `lane 2`, … because the viewers draw one row as a stack.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._fd = os.open(run_dir / TRACE_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._rows: dict[str, list[float]] = {}
+        self._threads = 0
+        self._thread_ids: dict[tuple[str, int], int] = {}
+        self._first = True
+        self._last_time = 0.0
+
+    def event(self, name: str, start: float, end: float, lane: str) -> None:
+        thread = self._thread(lane, self._free_row(lane, start, end))
+        self._last_time = max(self._last_time, end)
+        self._write(name=name, cat=lane, ph="X", ts=_microseconds(start), dur=_microseconds(end - start), tid=thread)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A mark at the step's end, which is the latest time any span has reported, and a few counters."""
+        now = _microseconds(self._last_time)
+        self._write(name=f"step {step}", ph="i", s="p", ts=now, tid=0)
+        for name in COUNTERS:
+            value = metrics.get(name)
+            if value is not None and value == value:  # nan is not JSON
+                self._write(name=name, ph="C", ts=now, tid=0, args={"value": float(value)})
+
+    def finish(self, summary: RunSummary) -> None:
+        os.write(self._fd, b"[]\n" if self._first else b"\n]\n")
+        os.close(self._fd)
+
+    def _free_row(self, lane: str, start: float, end: float) -> int:
+        """The first row of `lane` whose last span ended by `start`."""
+        ends = self._rows.setdefault(lane, [])
+        for row, row_end in enumerate(ends):
+            if row_end <= start:
+                ends[row] = end
+                return row
+        ends.append(end)
+        return len(ends) - 1
+
+    def _thread(self, lane: str, row: int) -> int:
+        if (lane, row) not in self._thread_ids:
+            self._threads += 1
+            self._thread_ids[lane, row] = self._threads
+            label = lane if row == 0 else f"{lane} {row + 1}"
+            self._write(name="thread_name", ph="M", tid=self._threads, args={"name": label})
+        return self._thread_ids[lane, row]
+
+    def _write(self, **event: Any) -> None:
+        separator = "[\n" if self._first else ",\n"
+        self._first = False
+        os.write(self._fd, (separator + json.dumps({"pid": 1} | event, allow_nan=False)).encode())
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

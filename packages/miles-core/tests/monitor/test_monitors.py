@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from miles_core.monitor import JsonlMonitor, MultiMonitor, RunSummary, StepError, read_metrics, read_summary
+from miles_core.monitor.console import ConsoleMonitor, Eta, plain_row
+from miles_core.monitor.names import METRICS, describe, markdown_table
+from miles_core.monitor.trace import TraceMonitor
+
+SUMMARY = RunSummary(
+    status="finished",
+    steps=40,
+    seconds=95.2,
+    eval_before=0.31,
+    eval_after=0.905,
+    samples_per_s=12.345,
+    engine_utilisation=0.71,
+    trainer_utilisation=0.42,
+    fates={"issued": 20, "trained": 16, "filtered": 2, "stale": 1, "failed": 0, "aborted": 1, "in_flight": 0},
+    report="runs/x/report.html",
+)
+
+
+class Recorder:
+    def __init__(self, *, broken: bool = False) -> None:
+        self.calls: list[tuple] = []
+        self._broken = broken
+
+    def _call(self, *call) -> None:
+        if self._broken:
+            raise ConnectionError("503 from the tracker")
+        self.calls.append(call)
+
+    def log(self, step, metrics) -> None:
+        self._call("log", step, dict(metrics))
+
+    def event(self, name, start, end, lane) -> None:
+        self._call("event", name, start, end, lane)
+
+    def finish(self, summary) -> None:
+        self._call("finish", summary)
+
+
+def test_every_monitor_receives_every_call():
+    first, second = Recorder(), Recorder()
+    monitor = MultiMonitor([first], [second])
+    monitor.log(1, {"reward/mean": 0.5})
+    monitor.event("train", 1.0, 2.0, "trainer")
+    monitor.finish(SUMMARY)
+    assert first.calls == second.calls
+    assert [call[0] for call in first.calls] == ["log", "event", "finish"]
+
+
+def test_a_failing_tracker_is_dropped_once_with_a_warning_and_the_run_goes_on(caplog):
+    record, tracker = Recorder(), Recorder(broken=True)
+    monitor = MultiMonitor([record], [tracker])
+    monitor.log(1, {})
+    monitor.log(2, {})
+    assert [call[1] for call in record.calls] == [1, 2]
+    assert len(caplog.records) == 1
+    assert "503 from the tracker" in caplog.text
+
+
+def test_a_failing_record_ends_the_run():
+    with pytest.raises(ConnectionError):
+        MultiMonitor([Recorder(broken=True)]).log(1, {})
+
+
+def test_a_step_logged_out_of_order_is_refused_with_both_numbers():
+    monitor = MultiMonitor([Recorder()])
+    monitor.log(5, {})
+    monitor.log(5, {})
+    with pytest.raises(StepError, match="Step 4 was logged after step 5"):
+        monitor.log(4, {})
+
+
+def test_rows_come_back_with_their_numbers_those_of_one_step_merged(tmp_path):
+    monitor = JsonlMonitor(tmp_path)
+    monitor.log(0, {"eval/score": 0.25})
+    monitor.log(1, {"reward/mean": np.float32(0.5), "reward/std": math.nan, "loss/total": -math.inf})
+    monitor.log(1, {"eval/score": 0.5})
+    first, second = read_metrics(tmp_path)
+    assert first["eval/score"] == 0.25
+    assert second["step"] == 1
+    assert (second["reward/mean"], second["eval/score"], second["loss/total"]) == (0.5, 0.5, -math.inf)
+    assert math.isnan(second["reward/std"])
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_rows_survive_a_kill_in_the_middle_of_a_write_and_the_next_process_appends(tmp_path):
+    code = (
+        "import sys, os, pathlib\n"
+        "from miles_core.monitor.jsonl import JsonlMonitor\n"
+        "monitor = JsonlMonitor(pathlib.Path(sys.argv[1]))\n"
+        "monitor.log(1, {'reward/mean': 1.0})\n"
+        "monitor.log(2, {'reward/mean': 2.0})\n"
+        'os.write(monitor._fd, b\'{"step": 3, "rew\')\n'
+        "os.kill(os.getpid(), 9)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
+    assert result.returncode == -signal.SIGKILL
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+    JsonlMonitor(tmp_path).log(3, {"reward/mean": 3.0})
+    assert [row["reward/mean"] for row in read_metrics(tmp_path)] == [1.0, 2.0, 3.0]
+
+
+def test_rows_are_forced_to_the_device_no_later_than_the_interval(tmp_path, monkeypatch):
+    now = 0.0
+    monitor = JsonlMonitor(tmp_path, fsync_interval_s=5.0, clock=lambda: now)
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append("fsync"))
+    for now in [1.0, 4.9, 5.0, 6.0, 10.1]:
+        monitor.log(1, {})
+        calls.append(f"row at {now}")
+    assert calls == ["row at 1.0", "row at 4.9", "fsync", "row at 5.0", "row at 6.0", "fsync", "row at 10.1"]
+
+
+def test_the_summary_is_absent_until_the_run_finishes_and_comes_back_equal(tmp_path):
+    monitor = JsonlMonitor(tmp_path)
+    assert read_summary(tmp_path) is None
+    monitor.finish(SUMMARY)
+    assert read_summary(tmp_path) == SUMMARY
+
+
+def test_the_summary_balances_fates_and_counts_the_lost():
+    assert SUMMARY.fates_line() == (
+        "issued 20 = trained 16 + filtered 2 + stale 1 + failed 0 + aborted 1, in flight 0: 0 lost, 0 twice"
+    )
+    lossy = RunSummary(status="failed", steps=1, seconds=1.0, fates={"issued": 5, "trained": 3, "twice": 1})
+    assert lossy.fates_line().endswith("in flight 0: 2 lost, 1 twice")
+    assert "held-out score 0.310 before RL, 0.905 after (+0.595)" in SUMMARY.lines()
+    assert "12.35 samples/s, engine utilisation 71%, trainer utilisation 42%" in SUMMARY.lines()
+
+
+def trace_events(path, *, finished: bool):
+    text = path.read_text()
+    return json.loads(text if finished else text.rstrip(",\n") + "]")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_trace_opens_whether_or_not_the_run_finished(tmp_path, finished):
+    monitor = TraceMonitor(tmp_path)
+    monitor.event("train", 100.0, 101.5, "trainer")
+    monitor.log(1, {"reward/mean": 0.5, "eval/score": math.nan})
+    if finished:
+        monitor.finish(SUMMARY)
+    events = trace_events(tmp_path / "trace.json", finished=finished)
+    span = next(e for e in events if e["ph"] == "X")
+    assert (span["name"], span["ts"], span["dur"]) == ("train", 100_000_000, 1_500_000)
+    assert {"name": "trainer"} in [e.get("args") for e in events if e["ph"] == "M"]
+    assert [e["name"] for e in events if e["ph"] == "C"] == ["reward/mean"]
+
+
+def test_a_trace_without_events_is_an_empty_list(tmp_path):
+    TraceMonitor(tmp_path).finish(SUMMARY)
+    assert trace_events(tmp_path / "trace.json", finished=True) == []
+
+
+def test_spans_of_one_lane_that_overlap_go_to_different_rows(tmp_path):
+    monitor = TraceMonitor(tmp_path)
+    spans = [(0.0, 3.0), (1.0, 4.0), (3.0, 5.0), (3.5, 6.0), (4.0, 7.0)]
+    for start, end in spans:
+        monitor.event("episode", start, end, "generation")
+    monitor.finish(SUMMARY)
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for event in trace_events(tmp_path / "trace.json", finished=True):
+        if event["ph"] == "X":
+            rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(rows) == 3
+    for row in rows.values():
+        row.sort()
+        assert all(left[1] <= right[0] for left, right in itertools.pairwise(row))
+
+
+METRICS_OF_A_STEP = {
+    "reward/mean": 0.531,
+    "reward/std": 0.31,
+    "episode/tokens": 41.2,
+    "staleness/mean": 0.5,
+    "engine/tokens_per_s": 1240.0,
+    "time/step": 2.0,
+    "time/train": 0.5,
+    "logprob_gap/max": 3.1e-6,
+}
+
+
+def test_the_plain_console_prints_one_line_a_step_with_what_is_known():
+    out = io.StringIO()
+    times = iter([0.0, 10.0])
+    monitor = ConsoleMonitor(total_steps=10, file=out, clock=lambda: next(times))
+    monitor.log(1, METRICS_OF_A_STEP)
+    monitor.log(2, METRICS_OF_A_STEP)
+    monitor.finish(SUMMARY)
+    first, second, *summary = out.getvalue().splitlines()
+    assert first == (
+        "step 1/10 | reward 0.531 ± 0.31 | tokens 41.2 | stale 0.50 | gap 3.1e-06 | tok/s 1,240 | train 25% | "
+        "s/step 2.00"
+    )
+    assert second.endswith("1 min 20 s left")
+    assert summary == SUMMARY.lines()
+
+
+def test_the_rich_console_draws_a_table_and_leaves_the_rows_behind():
+    out = io.StringIO()
+    monitor = ConsoleMonitor(total_steps=2, mode="rich", file=out)
+    monitor.log(1, METRICS_OF_A_STEP)
+    monitor.log(2, {})
+    monitor.finish(SUMMARY)
+    text = out.getvalue()
+    assert "held-out" in text
+    assert "0.531 ± 0.31" in text
+    assert "issued 20" in text
+
+
+def test_the_time_left_counts_from_the_first_row_not_from_the_start_up():
+    times = iter([100.0, 102.0, 106.0])
+    eta = Eta(5, clock=lambda: next(times))
+    assert math.isnan(eta.update(1))
+    assert eta.update(2) == pytest.approx(2.0 * 3)
+    assert eta.update(5) == 0.0
+
+
+def test_a_row_without_metrics_is_only_the_step():
+    assert plain_row(3, 4, {}, math.nan) == "step 3/4"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("reward/mean", METRICS["reward/mean"]),
+        ("env/format_ok", METRICS["env/*"]),
+        ("env/format_ok_coverage", METRICS["env/*_coverage"]),
+        ("loss/kl", METRICS["loss/*"]),
+        ("mine/own", None),
+    ],
+)
+def test_the_catalogue_describes_names_and_families(name, expected):
+    assert describe(name) == expected
+
+
+def test_the_catalogue_prints_as_a_table():
+    assert "| `staleness/max` |" in markdown_table()
