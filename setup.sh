@@ -57,8 +57,14 @@ make_environment() {
     pwd >$PLACE
 }
 
+# On a terminal uv draws its progress; in a log its list of 200 packages would drown the steps.
 pip_install() {
-    "$UV" pip install --python .venv/bin/python --no-deps "$@"
+    local command=("$UV" pip install --python .venv/bin/python --no-deps "$@")
+    if [[ -t 2 ]]; then
+        "${command[@]}"
+    else
+        "${command[@]}" 2> >(grep --line-buffered -v '^ [+~-] ' >&2)
+    fi
 }
 
 # A folder of $PIP_FIND_LINKS that holds the CPU build of torch for this interpreter, if any.
@@ -88,6 +94,7 @@ install_torch() {
 }
 
 install() {
+    local package editable=()
     local offline="the message is above. Set-up needs a package index: check the network, or name yours with PIP_INDEX_URL;
         what was downloaded is kept, so run it again to go on"
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
@@ -100,7 +107,10 @@ install() {
     step "SGLang and its router"
     pip_install --requirements scripts/without-dependencies.txt || fail "installing SGLang failed; $offline."
     step "the seven packages of this repository, editable"
-    pip_install --quiet --no-build-isolation --editable . $(printf -- '--editable %s ' packages/*/) ||
+    for package in . packages/*/; do
+        editable+=(--editable "$package")
+    done
+    pip_install --quiet --no-build-isolation "${editable[@]}" ||
         fail "a package of this repository does not build; the message is above."
     .venv/bin/python -c 'import torch; assert torch.version.cuda is None, "a CUDA build of torch got in"' ||
         fail "the installed torch does not work here. Remove .venv and run this again."

@@ -1,5 +1,5 @@
 # Sourced from the repository root: sets UV to a uv that reads this workspace, installing one into .venv-tools if needed.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 UV_WANTED=0.13.9  # installed when the machine has none
 UV_OLDEST=0.9.0   # the oldest that is used as found; pyproject.toml says the same
 
