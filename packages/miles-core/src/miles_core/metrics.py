@@ -1,0 +1,63 @@
+"""Numbers about the groups of one step, from their summaries alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from miles_tito.summary import EpisodeSummary, GroupRef
+
+
+def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, float]:
+    """Reward, length, staleness and outcome of the episodes about to be trained at `version`.
+
+    Metrics that environments report are averaged over the episodes that report them, with a coverage beside
+    each that not every episode reports.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    tokens = [sum(t.num_loss_tokens for t in e.trajectories) for e in episodes]
+    lengths = [t.num_tokens for e in episodes for t in e.trajectories]
+    oldest = [e.oldest_version for e in episodes if e.oldest_version is not None]
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": _std(rewards),
+        "reward/group_std": _mean([_std([r for r in g.rewards if r is not None]) for g in groups]),
+        "episode/tokens": _mean(tokens),
+        "episode/tokens_max": float(max(tokens, default=0)),
+        "episode/length": _mean(lengths),
+        "episode/seconds": _mean([e.seconds for e in episodes]),
+        "episode/seconds_max": max((e.seconds for e in episodes), default=0.0),
+        "episode/truncated": _mean([float(any(t.finish_reason == "length" for t in e.trajectories)) for e in episodes]),
+        "episode/failed": _mean([float(not e.outcome.has_reward) for e in episodes]),
+        "staleness/mean": _mean([version - v for v in oldest]),
+        "staleness/max": float(max((version - v for v in oldest), default=0)),
+        "batch/episodes": float(len(episodes)),
+        "batch/tokens": float(sum(lengths)),
+        "batch/loss_tokens": float(sum(tokens)),
+    }
+    return metrics | environment_metrics(episodes)
+
+
+def environment_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
+    """`env/<name>` is the mean over the episodes that report `name`, `env/<name>_coverage` their share if below 1."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for episode in episodes for name in episode.metrics}):
+        values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
+        metrics[f"env/{name}"] = _mean(values)
+        if len(values) < len(episodes):
+            metrics[f"env/{name}_coverage"] = len(values) / len(episodes)
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _std(values: Sequence[float]) -> float:
+    """Population standard deviation; nan without values."""
+    if not values:
+        return math.nan
+    mean = _mean(values)
+    return math.sqrt(_mean((value - mean) ** 2 for value in values))
