@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,9 +94,7 @@ def test_shards_quantise_to_the_same_bytes_as_the_whole_tensor(cuts, seed):
     format = Fp8Format(block=(8, 16))
     edges = sorted({0, 61, *(8 * c for c in cuts)})
     name = "model.layers.0.mlp.up_proj.weight"
-    shards = [
-        Shard(name, (61, 40), "float32", ((a, b), (0, 40)), weight[a:b]) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    shards = [Shard(name, (61, 40), "float32", ((a, b), (0, 40)), weight[a:b]) for a, b in itertools.pairwise(edges)]
     packed = list(quantize_shards(shards, Recipe(format=format)))
     whole = format.quantize(weight)
     codes = torch.cat([bits_tensor(p.tensor) for p in packed if p.name == name])

@@ -1,4 +1,4 @@
-"""FP8 (E4M3) with float32 scales per tensor, per 1×128 row block or per 128×128 tile: one spec for every use.
+"""FP8 (E4M3) with float32 scales per tensor, per 1x128 row block or per 128x128 tile: one spec for every use.
 
 Three published rules for the scale differ in the last bit, so a contract has to name one:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class Recipe:
 def layer_index(name: str) -> int | None:
     """The layer that an HF name belongs to: `model.layers.7.mlp.up_proj.weight` -> 7."""
     parts = name.split(".")
-    for part, following in zip(parts, parts[1:], strict=False):
+    for part, following in itertools.pairwise(parts):
         if part == "layers" and following.isdigit():
             return int(following)
     return None
