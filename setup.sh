@@ -9,12 +9,13 @@ cd "$(dirname "$0")"
 STAMP=.venv/miles-setup
 PLACE=.venv/miles-place  # scripts inside name their interpreter by its full path
 LOCKED=.venv/locked.txt
+COMPILED=.venv/compiled.txt
 TORCH=2.13.0
 NEEDED_GB=5  # .venv and the downloads of a first run, with room to unpack
 
 # What the environment is a function of: this place and these files.
 digest() {
-    { pwd && cat uv.lock pyproject.toml packages/*/pyproject.toml setup.sh scripts/find-uv.sh \
+    { pwd; command -v cc || true; cat uv.lock pyproject.toml packages/*/pyproject.toml setup.sh scripts/find-uv.sh \
         scripts/without-dependencies.txt; } | sha256sum | cut -d ' ' -f 1
 }
 
@@ -58,7 +59,15 @@ make_environment() {
 }
 
 # On a terminal uv draws its progress; in a log its list of 200 packages would drown the steps.
-pip_install() {
+pip_# reasoning-gym alone needs a package that comes as C source.
+install_compiled() {
+    if ! pip_install --requirements "$COMPILED" >.venv/compiled.log 2>&1; then
+        step "left out $(tr '\n' ' ' <"$COMPILED")(no C compiler?): reasoning-gym's tasks will not load, everything else works.
+        For them: apt-get install gcc python3-dev, then run this again"
+    fi
+}
+
+install() {
     local command=("$UV" pip install --python .venv/bin/python --no-deps "$@")
     if [[ -t 2 ]]; then
         "${command[@]}"
@@ -93,19 +102,33 @@ install_torch() {
     fi
 }
 
+# reasoning-gym alone needs a package that comes as C source.
+install_compiled() {
+    if ! pip_install --requirements "$COMPILED" >.venv/compiled.log 2>&1; then
+        step "left out $(tr '\n' ' ' <"$COMPILED")(no C compiler?): reasoning-gym's tasks will not load, everything else works.
+        For them: apt-get install gcc python3-dev, then run this again"
+    fi
+}
+
 install() {
     local package editable=()
     local offline="the message is above. Set-up needs a package index: check the network, or name yours with PIP_INDEX_URL;
         what was downloaded is kept, so run it again to go on"
     export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
     "$UV" export --quiet --frozen --no-hashes --no-annotate --no-header --no-emit-workspace --no-emit-package torch \
-        --group cpu --group dev --output-file "$LOCKED"
+        --group cpu --group dev --output-file "$LOCKED.all" >/dev/null
+    grep '^pycosat==' "$LOCKED.all" >"$COMPILED"
+    grep -v '^pycosat==' "$LOCKED.all" >"$LOCKED"
     step "torch $TORCH for the CPU"
     install_torch
     step "$(wc -l <"$LOCKED") packages at the versions of uv.lock; a first run downloads about 1 GB"
     pip_install --requirements "$LOCKED" || fail "installing the locked packages failed; $offline."
+    install_compiled
     step "SGLang and its router"
     pip_install --requirements scripts/without-dependencies.txt || fail "installing SGLang failed; $offline."
+    step "compiling the large packages, so that the first start is as quick as the second"
+    (cd "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
+        ../../../bin/python -W ignore -m compileall -q -j 0 torch transformers sglang ray numpy scipy) || true
     step "the seven packages of this repository, editable"
     for package in . packages/*/; do
         editable+=(--editable "$package")

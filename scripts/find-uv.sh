@@ -58,7 +58,7 @@ find_uv() {
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         fail "$python has no pip to fetch uv with. Install pip (apt-get install python3-pip) or uv, then run this again."
     fi
-    "$python" -m pip install --quiet --disable-pip-version-check --upgrade --target .venv-tools "uv==$UV_WANTED" ||
+    "$python" -m pip install --quiet --root-user-action=ignore --disable-pip-version-check --upgrade --target .venv-tools "uv==$UV_WANTED" ||
         fail "pip could not install uv (its message is above). Without network: put a uv on PATH and run this again."
     UV=.venv-tools/bin/uv
 }

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# The five checks: ruff check, ruff format, pyright, lint-imports, pytest. All of them run; any failure fails the whole.
+#   scripts/test.sh            everything a machine without a GPU can run
+#   scripts/test.sh lint       the first four
+#   scripts/test.sh pytest packages/miles-tito -k wire      only pytest, with your arguments
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+export PATH="$PWD/.venv/bin:$PATH"
+# Two threads a process: the tests start several, and more of them than cores only wait for one another.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=${WANDB_MODE:-offline}
+
+failed=()
+what=${1:-all}
+shift || true
+
+check() {
+    local name=$1 started=$SECONDS
+    shift
+    printf '\n== %s\n' "$name"
+    if "$@" </dev/null; then
+        printf '== %s: passed in %d s\n' "$name" $((SECONDS - started))
+    else
+        printf '== %s: FAILED after %d s\n' "$name" $((SECONDS - started))
+        failed+=("$name")
+    fi
+}
+
+lint() {
+    check "ruff check" ruff check
+    check "ruff format" ruff format --check
+    check "pyright" python -m pyright
+    check "import borders" lint-imports --no-logo
+}
+
+# Cheap tests first; the real engine last. pytest's summary stays the closing line of a good run.
+tests() {
+    local paths=(packages) folder
+    for folder in tests/docs tests/slim tests/flow tests/real; do
+        [[ -d $folder ]] && paths+=("$folder")
+    done
+    printf '\n== pytest\n'
+    python -m pytest -m "not gpu" --durations=15 --durations-min=2 ${CI:+--verbose} "$@" </dev/null || failed+=("pytest")
+}
+
+case $what in
+    lint) lint ;;
+    pytest) tests "$@" ;;
+    all) lint && tests ;;
+    *)
+        echo "usage: scripts/test.sh [lint | pytest ARGS…]" >&2
+        exit 2
+        ;;
+esac
+if ((${#failed[@]})); then
+    printf '\ntest: failed: %s\n' "$(IFS=, && echo "${failed[*]}")" >&2
+    exit 1
+fi
