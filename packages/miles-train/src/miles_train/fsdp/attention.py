@@ -1,0 +1,163 @@
+"""Causal attention over rows packed one after another, registered with Transformers under one name.
+
+Everything outside attention works on the packed row [1, N, …] and never sees padding. Attention itself runs a
+variable-length kernel where there is one (16-bit on a GPU), else rows of like length are padded into buckets:
+padding stands right of the real tokens, so that causal attention cannot look at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from miles_train.errors import UnsupportedModel
+
+ATTENTION_NAME = "miles_packed"
+
+MIN_FILL = 0.75
+"""A bucket takes rows at least this fraction of its longest row…"""
+MIN_BUCKET_TOKENS = 512
+"""…or any row while it is this small: below, a kernel launch costs more than padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Where rows lie in a packed sequence of N tokens."""
+
+    cu_seqlens: Tensor
+    """[R + 1] int32."""
+    max_length: int
+    buckets: tuple[Tensor, ...]
+    """[B, L] int64 packed index of each token of each row; padding repeats an index of the row."""
+    restore: Tensor
+    """[N] int64 place of each packed token in the flattened buckets."""
+
+
+def packed_rows(cu_seqlens: np.ndarray, device: torch.device) -> PackedRows:
+    """Group rows into buckets of like length."""
+    lengths = np.diff(cu_seqlens)
+    restore = np.empty(int(cu_seqlens[-1]), dtype=np.int64)
+    buckets: list[Tensor] = []
+    start = 0
+    for rows in _buckets(lengths):
+        longest = int(lengths[rows].max())
+        steps = np.arange(longest)
+        places = cu_seqlens[rows, None] + np.minimum(steps, lengths[rows, None] - 1)
+        real = steps < lengths[rows, None]
+        restore[places[real]] = start + np.flatnonzero(real)
+        start += places.size
+        buckets.append(torch.from_numpy(places.astype(np.int64)).to(device))
+    return PackedRows(
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        max_length=int(lengths.max()),
+        buckets=tuple(buckets),
+        restore=torch.from_numpy(restore).to(device),
+    )
+
+
+def _buckets(lengths: np.ndarray) -> list[np.ndarray]:
+    """Rows, longest first, cut where the next one would be mostly padding."""
+    order = np.argsort(-lengths, kind="stable")
+    cuts: list[int] = [0]
+    tokens = 0
+    for place, row in enumerate(order):
+        longest = lengths[order[cuts[-1]]]
+        if tokens >= MIN_BUCKET_TOKENS and lengths[row] < MIN_FILL * longest:
+            cuts.append(place)
+            tokens = 0
+        tokens += int(lengths[row])
+    return np.split(order, cuts[1:])
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed: PackedRows | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: query [1, heads, N, D], key and value [1, kv heads, N, D] -> [1, N, heads, D]."""
+    _refuse(module, packed, {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")})
+    assert packed is not None and dropout == 0.0, "the trainer packs rows and turns dropout off"
+    window = sliding_window if sliding_window is not None and sliding_window < packed.max_length else None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        out = _varlen(q, k, v, packed, scaling=scaling, window=window)
+    else:
+        out = _bucketed(q, k, v, packed, scaling=scaling, window=window)
+    return out[None], None
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedRows, *, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, longest = packed.cu_seqlens, packed.max_length
+    return varlen_attn(
+        *(x.contiguous() for x in (q, k, v)),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _bucketed(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedRows, *, scaling: float | None, window: int | None
+) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    outs: list[Tensor] = []
+    for places in packed.buckets:
+        rows, longest = places.shape
+        flat = places.reshape(-1)
+        qb, kb, vb = (x.index_select(0, flat).view(rows, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        mask = _window_mask(longest, window, q.device) if window is not None else None
+        out = scaled_dot_product_attention(
+            qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+        outs.append(out.transpose(1, 2).reshape(rows * longest, *out.shape[1::2]))
+    return torch.cat(outs).index_select(0, packed.restore)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L] True where a query may look: at itself and the window - 1 tokens before it."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _refuse(module: nn.Module, packed: PackedRows | None, extras: dict[str, object]) -> None:
+    if packed is None:
+        raise UnsupportedModel(
+            f'{type(module).__name__} does not hand its arguments on to attention; train it with layout = "padded".'
+        )
+    present = sorted(name for name, value in extras.items() if value is not None)
+    if present:
+        raise UnsupportedModel(
+            f"{type(module).__name__} uses {', '.join(present)}, which packed attention does not compute; "
+            'train it with layout = "padded".'
+        )
+
+
+@cache
+def register() -> str:
+    """Make the function known to Transformers; returns its name for `attn_implementation`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    return ATTENTION_NAME

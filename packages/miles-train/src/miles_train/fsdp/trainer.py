@@ -1,0 +1,311 @@
+"""One rank of an FSDP2 trainer.
+
+setup ─▶ ( train ─▶ shards ─▶ … )* ─▶ save
+          │
+          ├─ same counts on every rank? missing old and reference log-probs scored
+          └─ per optimizer step: forward and backward of each micro-batch ─▶ reduce ─▶ clip ─▶ AdamW
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from miles_train.batch import Batch, MicroBatch
+from miles_train.config import TrainConfig
+from miles_train.errors import BatchError, ConfigError, RankError
+from miles_train.losses import LossFn, resolve_loss
+from miles_train.metrics import Tally, joined
+from miles_train.trainer import Layout, ModelName, Shard, StepResult
+
+from .checkpoint import Progress, load_checkpoint, save_checkpoint
+from .export import export_model
+from .model import PolicyModel, load_model, num_parameters, shard_model
+from .optimizer import Optimizer
+from .ranks import Ranks, join, pick_device
+from .shards import model_shards
+from .step import accumulate, score_micro_batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """What exists between `setup` and `close`."""
+
+    config: TrainConfig
+    ranks: Ranks
+    model: PolicyModel
+    reference: PolicyModel | None
+    optimizer: Optimizer
+    loss_fn: LossFn
+    is_asleep: bool = False
+
+
+class FSDPTrainer:
+    """Trains any Hugging Face causal language model; implements `miles_train.trainer.Trainer`.
+
+    Args:
+        model_path: a Hugging Face folder.
+        rank: of this process; the number of ranks is the configuration's.
+        init_method: where the ranks meet (`tcp://HOST:PORT` of rank 0); not needed for a single rank.
+        loss: your own loss instead of the configured one.
+    """
+
+    def __init__(
+        self, model_path: str | Path, *, rank: int = 0, init_method: str | None = None, loss: LossFn | None = None
+    ) -> None:
+        self.version = 0
+        self._model_path = Path(model_path)
+        self._rank = rank
+        self._init_method = init_method
+        self._loss = loss
+        self._state: _State | None = None
+
+    def setup(self, config: TrainConfig, prepare_model: Callable[[torch.nn.Module], object] | None = None) -> Layout:
+        """Join the other ranks, load and shard the model, make the optimizer.
+
+        Args:
+            prepare_model: changes the Hugging Face model in place before it is sharded.
+        """
+        if self._state is not None:
+            raise RankError("This trainer is set up already; close() it first, or make another.")
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        device = pick_device(config.device)
+        ranks = join(
+            rank=self._rank,
+            count=config.ranks,
+            init_method=self._init_method,
+            device=device,
+            timeout_s=config.collective_timeout_s,
+            needs_group=config.dtype != config.master_dtype,
+        )
+        model = self._build(config, ranks, prepare_model)
+        reference = self._build(config, ranks, prepare_model) if config.loss.needs_reference else None
+        if reference is not None:
+            reference.requires_grad_(False)
+        if config.activation_checkpointing:
+            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._state = _State(
+            config=config,
+            ranks=ranks,
+            model=model.train(),
+            reference=reference,
+            optimizer=Optimizer(model.lm, config=config.optimizer, schedule=config.schedule, ranks=ranks),
+            loss_fn=self._loss or resolve_loss(config.loss),
+        )
+        layout = Layout(
+            rank=ranks.rank,
+            ranks=ranks.count,
+            device=str(device),
+            num_parameters=num_parameters(model),
+            vocab_size=model.vocab_size,
+        )
+        logger.info(
+            "%s: %.2f M parameters in %s on %d × %s; loss %s averaged per %s (loss.normalization)",
+            self._model_path.name,
+            layout.num_parameters / 1e6,
+            config.dtype,
+            layout.ranks,
+            device.type,
+            config.loss.kind,
+            config.loss.normalization,
+        )
+        return layout
+
+    def train(self, batch: Batch | Sequence[Batch]) -> StepResult:
+        """One optimizer step for each batch given, one new version of the weights for all of them.
+
+        Raises:
+            NumericsError: a log-prob, loss or gradient is not finite; the weights of the failed step are unchanged.
+        """
+        state = self._awake()
+        start = time.perf_counter()
+        batches = [batch] if isinstance(batch, Batch) else list(batch)
+        batches = _with_scores(batches, state, self._agree(batches))
+        tally = Tally()
+        steps: list[dict[str, float]] = []
+        for index, part in enumerate(batches):
+            try:
+                accumulate(
+                    state.model,
+                    part,
+                    loss_fn=state.loss_fn,
+                    config=state.config.loss,
+                    ranks=state.ranks,
+                    tally=tally,
+                    version=self.version,
+                    is_first=index == 0,
+                )
+                steps.append(state.optimizer.step())
+            finally:
+                state.optimizer.zero_grad()
+        self.version += 1
+        metrics = joined(state.ranks.gather(tally.close()))
+        metrics["loss/total"] /= len(batches)
+        metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+        metrics |= _sizes(batches, state.ranks)
+        metrics["trainer/step_seconds"] = time.perf_counter() - start
+        return StepResult(version=self.version, metrics=metrics)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
+        """Log-probs of the loss tokens without a step; every rank must give the same number of micro-batches."""
+        state = self._awake()
+        state.ranks.check_equal("Numbers of micro-batches", [len(micro_batches)])
+        return _score(state, micro_batches, model=model)
+
+    def shards(self) -> Iterator[Shard]:
+        """The weights as this rank holds them, in the type that the forward pass uses; no communication."""
+        state = self._awake()
+        state.model.reshard()
+        return model_shards(
+            state.model.lm,
+            rank=state.ranks.rank,
+            ranks=state.ranks.count,
+            dtype=getattr(torch, state.config.dtype),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint that appears at `path` only when it is complete."""
+        state = self._awake()
+        progress = Progress(version=self.version, optimizer_steps=state.optimizer.num_steps)
+        save_checkpoint(path, model=state.model.lm, optimizer=state.optimizer, progress=progress, ranks=state.ranks)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a checkpoint, also one of another number of ranks."""
+        state = self._awake()
+        progress = load_checkpoint(path, model=state.model.lm, optimizer=state.optimizer, ranks=state.ranks)
+        self.version = progress.version
+        state.optimizer.num_steps = progress.optimizer_steps
+
+    def export_hf(self, path: str | Path) -> None:
+        """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
+        state = self._awake()
+        dtype = getattr(torch, state.config.dtype)
+        export_model(path, state.model.lm, source=self._model_path, dtype=dtype, ranks=state.ranks)
+
+    def sleep(self) -> None:
+        """Free the GPU: weights and moments go to host memory. On a CPU they are there already and nothing moves."""
+        state = self._awake()
+        state.optimizer.zero_grad()
+        self._move(torch.device("cpu"))
+        state.is_asleep = True
+
+    def wake(self) -> None:
+        """Back onto the device; without effect when awake."""
+        state = self._ready()
+        if state.is_asleep:
+            self._move(state.ranks.device)
+            state.is_asleep = False
+
+    def close(self) -> None:
+        """Leave the process group and drop the model."""
+        if self._state is not None:
+            self._state.ranks.close()
+            self._state = None
+
+    def _build(
+        self, config: TrainConfig, ranks: Ranks, prepare_model: Callable[[torch.nn.Module], object] | None
+    ) -> PolicyModel:
+        model = load_model(self._model_path, config)
+        if prepare_model is not None:
+            prepare_model(model.lm)
+        if ranks.group is None:
+            return model.to(ranks.device)
+        shard_model(model, init_device_mesh(ranks.device.type, (ranks.count,)), config)
+        return model.to(ranks.device)  # buffers of modules that hold no parameter
+
+    def _agree(self, batches: Sequence[Batch]) -> bool:
+        """Check the batches against the model, the configuration and the other ranks; is some reference score missing?"""
+        state = self._awake()
+        _check_batches(batches, vocab_size=state.model.vocab_size, config=state.config)
+        counts = [len(batch.micro_batches) for batch in batches]
+        totals = [n for batch in batches for n in (batch.totals.num_episodes, batch.totals.num_loss_tokens)]
+        state.ranks.check_equal("Numbers of micro-batches (one an optimizer step)", counts)
+        state.ranks.check_equal("Totals of the batch (episodes, loss tokens)", totals)
+        lacks = any(m.ref_logprobs is None and m.loss_mask.any() for batch in batches for m in batch.micro_batches)
+        (some_lack,) = state.ranks.max([float(lacks)])
+        return some_lack > 0
+
+    def _move(self, device: torch.device) -> None:
+        state = self._ready()
+        if state.ranks.device.type == "cpu":
+            return
+        state.model.to(device)
+        if state.reference is not None:
+            state.reference.to(device)
+        state.optimizer.move_state(device)
+        torch.cuda.empty_cache()
+
+    def _ready(self) -> _State:
+        if self._state is None:
+            raise RankError("This trainer is not set up; call setup(config) first.")
+        return self._state
+
+    def _awake(self) -> _State:
+        state = self._ready()
+        if state.is_asleep:
+            raise RankError("This trainer sleeps; call wake() before you use its weights.")
+        return state
+
+
+def _check_batches(batches: Sequence[Batch], *, vocab_size: int, config: TrainConfig) -> None:
+    if not batches or not all(batch.micro_batches for batch in batches):
+        raise BatchError("There is nothing to train: a batch has no micro-batches.")
+    for batch in batches:
+        if batch.normalization != config.loss.normalization:
+            raise ConfigError(
+                f'The batch was weighted for normalization "{batch.normalization}" but `loss.normalization` is '
+                f'"{config.loss.normalization}". Pass the configured one to make_batch.'
+            )
+        for micro_batch in batch.micro_batches:
+            low, high = int(micro_batch.tokens.min()), int(micro_batch.tokens.max())
+            if low < 0 or high >= vocab_size:
+                index = int(np.argmax((micro_batch.tokens < 0) | (micro_batch.tokens >= vocab_size)))
+                raise BatchError(
+                    f"Token {int(micro_batch.tokens[index])} of {micro_batch.where(index)} lies outside the model's "
+                    f"vocabulary of {vocab_size}. Trainer and tokenizer must come from the same model folder."
+                )
+
+
+def _with_scores(batches: Sequence[Batch], state: _State, some_lack_reference: bool) -> list[Batch]:
+    """Fill in the log-probs of the reference, and the trainer's own where later steps will need them."""
+    loss = state.config.loss
+    scored = list(batches)
+    if loss.needs_reference and some_lack_reference:
+        scored = [_filled(batch, state, model="reference", column="ref_logprobs") for batch in scored]
+    if loss.old_logprobs == "trainer" and len(batches) > 1:
+        scored = [_filled(batch, state, model="policy", column="old_logprobs") for batch in scored]
+    return scored
+
+
+def _filled(batch: Batch, state: _State, *, model: ModelName, column: str) -> Batch:
+    scores = _score(state, batch.micro_batches, model=model)
+    filled = (replace(m, **{column: s}) for m, s in zip(batch.micro_batches, scores, strict=True))
+    return replace(batch, micro_batches=tuple(filled))
+
+
+def _score(state: _State, micro_batches: Sequence[MicroBatch], *, model: ModelName) -> list[np.ndarray]:
+    chosen = state.model if model == "policy" else state.reference
+    if chosen is None:
+        raise ConfigError("There is no reference model: it is held only while `loss.kl_coef` is above 0.")
+    return score_micro_batches(chosen, micro_batches, state.ranks.device)
+
+
+def _sizes(batches: Sequence[Batch], ranks: Ranks) -> dict[str, float]:
+    (tokens,) = ranks.sum([float(sum(m.num_tokens for b in batches for m in b.micro_batches))])
+    return {
+        "batch/episodes": float(sum(batch.totals.num_episodes for batch in batches)),
+        "batch/loss_tokens": float(sum(batch.totals.num_loss_tokens for batch in batches)),
+        "batch/tokens": tokens,
+        "batch/micro_batches": float(sum(len(batch.micro_batches) for batch in batches)),
+    }

@@ -1,0 +1,100 @@
+"""From lengths to work: which rows each rank trains in which optimizer step.
+
+The driver plans with counts alone; ranks fetch the rows they were given and make batches of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from miles_tito.records import Sample
+
+from .batch import Batch, BatchTotals, make_batch
+from .config import TrainConfig
+from .errors import BatchError
+from .packing import Rows, pack
+
+
+class Row(NamedTuple):
+    """What the driver knows of one sample."""
+
+    episode_id: str
+    num_tokens: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One optimizer step."""
+
+    ranks: tuple[tuple[Rows, ...], ...]
+    """[ranks][micro-batches] row indices."""
+    totals: BatchTotals
+
+
+def plan_batch(rows: Sequence[Row], *, token_budget: int, ranks: int, minibatches: int = 1) -> tuple[StepPlan, ...]:
+    """Split rows into optimizer steps, ranks and micro-batches.
+
+    Rows without loss tokens are left out: they cannot change a weight. All rows of an episode stay in one step.
+
+    Returns:
+        One plan an optimizer step: `minibatches` of them, fewer only where there are fewer episodes.
+    """
+    trained = [index for index, row in enumerate(rows) if row.num_loss_tokens > 0]
+    if not trained:
+        raise BatchError(
+            f"None of the {len(rows)} rows has a loss token, so there is nothing to train. Filter such groups out."
+        )
+    return tuple(
+        _step(part, rows, token_budget=token_budget, ranks=ranks)
+        for part in _by_episode(trained, rows, minibatches=minibatches)
+    )
+
+
+def batches_of(samples: Sequence[Sample], config: TrainConfig, *, rank: int = 0) -> list[Batch]:
+    """Plan and make this rank's batches of samples that lie in this process, one an optimizer step."""
+    rows = [Row(s.episode_id, len(s.tokens), int(s.loss_mask.sum())) for s in samples]
+    plan = plan_batch(rows, token_budget=config.token_budget, ranks=config.ranks, minibatches=config.minibatches)
+    return [
+        make_batch(
+            [[samples[index] for index in micro_batch] for micro_batch in step.ranks[rank]],
+            step.totals,
+            normalization=config.loss.normalization,
+            max_tokens=config.loss.max_tokens,
+        )
+        for step in plan
+    ]
+
+
+def _by_episode(trained: Sequence[int], rows: Sequence[Row], *, minibatches: int) -> list[list[int]]:
+    """Whole episodes into steps of like size, longest first."""
+    if minibatches == 1:
+        return [list(trained)]
+    episodes: dict[str, list[int]] = {}
+    for index in trained:
+        episodes.setdefault(rows[index].episode_id, []).append(index)
+    size = {key: sum(rows[index].num_tokens for index in members) for key, members in episodes.items()}
+    parts: list[list[int]] = [[] for _ in range(min(minibatches, len(episodes)))]
+    tokens = [0] * len(parts)
+    for key in sorted(episodes, key=lambda key: -size[key]):  # stable: ties keep the order given
+        lightest = tokens.index(min(tokens))
+        parts[lightest].extend(episodes[key])
+        tokens[lightest] += size[key]
+    return [sorted(part) for part in parts]
+
+
+def _step(part: Sequence[int], rows: Sequence[Row], *, token_budget: int, ranks: int) -> StepPlan:
+    assignment = pack([rows[index].num_tokens for index in part], token_budget=token_budget, ranks=ranks)
+    totals = BatchTotals(
+        num_episodes=len({rows[index].episode_id for index in part}),
+        num_loss_tokens=sum(rows[index].num_loss_tokens for index in part),
+    )
+    return StepPlan(
+        ranks=tuple(
+            tuple(tuple(part[place] for place in micro_batch) for micro_batch in micro_batches)
+            for micro_batches in assignment
+        ),
+        totals=totals,
+    )
