@@ -11,7 +11,7 @@ from typing import Any
 from .summary import RunSummary
 
 TRACE_FILE = "trace.json"
-COUNTERS = ("reward/mean", "staleness/mean", "engine/tokens_per_s", "buffer/ready", "eval/score")
+COUNTERS = ("reward/mean", "staleness/mean", "engine/tokens_per_s", "buffer/queued", "eval/score")
 
 
 class TraceMonitor:

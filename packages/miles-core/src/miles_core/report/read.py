@@ -1,0 +1,126 @@
+"""Everything a report shows, read from a run directory in any state: finished, running, killed, empty."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles_tito.errors import MilesError
+from miles_tito.records import Episode, Group
+from tokenizers import Tokenizer
+
+from miles_core.monitor.jsonl import read_metrics, read_summary
+from miles_core.monitor.summary import RunSummary
+from miles_core.spool import read_groups
+
+MOMENTS = 4
+"""Points of the run that conversations are shown from, first and last included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One episode worth reading, and why."""
+
+    episode: Episode
+    label: str
+    siblings: int
+    """Episodes of its group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """One run as the report sees it."""
+
+    path: Path
+    rows: Sequence[Mapping[str, float]]
+    summary: RunSummary | None
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    shown: Sequence[Shown] = ()
+    notes: Sequence[str] = field(default=())
+    """What could not be read."""
+
+
+def read_run(path: Path) -> RunData:
+    """Read `path`; a part that is missing is empty, a part that is damaged becomes a note."""
+    notes: list[str] = []
+    shown: list[Shown] = []
+    try:
+        shown = pick(list(_sparse(_spooled(path / "trajectories"))))
+    except (MilesError, OSError) as error:
+        notes.append(f"Conversations could not be read: {error}")
+    return RunData(
+        path=path,
+        rows=read_metrics(path),
+        summary=read_summary(path),
+        config=_json(path / "config.json", notes),
+        environment=_json(path / "environment.json", notes),
+        shown=shown,
+        notes=notes,
+    )
+
+
+def pick(groups: Sequence[Group]) -> list[Shown]:
+    """The best and the worst episode of a few groups spread over the run, by the version that sampled them."""
+    told = sorted((g for g in groups if any(e.trajectories for e in g.episodes)), key=_version)
+    count = min(MOMENTS, len(told))
+    chosen = [told[round(i * (len(told) - 1) / max(count - 1, 1))] for i in range(count)]
+    shown: list[Shown] = []
+    for group in chosen:
+        episodes = [e for e in group.episodes if e.trajectories]
+        scored = sorted((e for e in episodes if e.reward is not None), key=lambda e: e.reward or 0.0)
+        picks = {"worst of its group": scored[0], "best of its group": scored[-1]} if scored else {}
+        if scored and scored[0].reward == scored[-1].reward:
+            picks = {"all of its group alike": scored[0]}
+        failed = next((e for e in episodes if e.reward is None), None)
+        if failed is not None:
+            picks["without a reward"] = failed
+        shown += [Shown(episode=e, label=label, siblings=len(group.episodes)) for label, e in picks.items()]
+    return shown
+
+
+def load_tokenizer(run: RunData) -> Tokenizer | None:
+    """The tokenizer of the run's model, from the run directory or from where the model came; None if it is gone."""
+    model = run.config.get("model")
+    path = model.get("path") if isinstance(model, Mapping) else None
+    places = [run.path / "tokenizer.json", *sorted(run.path.glob("**/tokenizer.json"))]
+    if isinstance(path, str):
+        places.append(Path(path).expanduser() / "tokenizer.json")
+    found = next((place for place in places if place.is_file()), None)
+    return Tokenizer.from_file(str(found)) if found else None
+
+
+def _spooled(directory: Path) -> Iterator[Group]:
+    for file in sorted(directory.glob("*.spool")):
+        yield from read_groups(file)
+
+
+def _sparse(groups: Iterator[Group], *, keep: int = 64) -> Iterator[Group]:
+    """At most twice `keep` groups at even distances, without holding the rest: a run may have spooled gigabytes."""
+    kept: list[Group] = []
+    stride = 1
+    for index, group in enumerate(groups):
+        if index % stride == 0:
+            kept.append(group)
+            if len(kept) == 2 * keep:
+                kept = kept[::2]
+                stride *= 2
+    yield from kept
+
+
+def _version(group: Group) -> int:
+    return min((v for e in group.episodes if (v := e.oldest_version) is not None), default=-1)
+
+
+def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        notes.append(f"{path.name} could not be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}

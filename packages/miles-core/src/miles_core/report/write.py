@@ -1,0 +1,201 @@
+"""Puts the page together."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+import json
+import math
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from miles_tito.errors import MilesError
+
+from miles_core.monitor.summary import format_seconds
+
+from .charts import by_lag, main_charts, other_charts, thin
+from .read import RunData, Shown, load_tokenizer, read_run
+from .strips import token_strip
+from .svg import draw
+from .text import safe
+
+REPORT_FILE = "report.html"
+
+
+class ReportError(MilesError, ValueError):
+    """There is no run to report on."""
+
+
+def write(run_dir: Path) -> Path:
+    """Write `<run>/report.html` and return its path; works on a run that was killed or has not logged yet.
+
+    Raises:
+        ReportError: `run_dir` is not a directory.
+    """
+    if not run_dir.is_dir():
+        raise ReportError(f"{run_dir} is not a directory. Give the directory of a run, e.g. runs/quickstart.")
+    page = render(read_run(run_dir))
+    path = run_dir / REPORT_FILE
+    partial = path.with_suffix(".partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def render(run: RunData) -> str:
+    """The whole page: no request leaves it, and its policy forbids every script but its own."""
+    style, script = _asset("style.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    body = [_header(run), _figures(run), *_charts(run), _conversations(run), _details(run)]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{safe(run.path.name)} · Miles</title><style>{style}</style></head>"
+        f'<body><main>{"".join(body)}</main><div id="tip" role="status"></div><script>{script}</script></body></html>\n'
+    )
+
+
+def _header(run: RunData) -> str:
+    status = run.summary.status if run.summary else "not finished"
+    facts = [
+        _model(run.config),
+        f"{run.rows[-1]['step']:g} steps" if run.rows else "no steps yet",
+        format_seconds(run.summary.seconds) if run.summary else "",
+        time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.rows[-1]["time"])) + " UTC"
+        if run.rows and "time" in run.rows[-1]
+        else "",
+    ]
+    error = run.summary.error if run.summary else None
+    notes = [*([error] if error else []), *run.notes]
+    if run.summary is None:
+        notes.append("This run has no summary: it is still going on, or it was killed.")
+    told = "".join(f'<p class="note">{safe(note)}</p>' for note in notes)
+    return (
+        f"<header><div><h1>{safe(run.path.name)}</h1>"
+        f'<span class="status {status.replace(" ", "-")}">{status}</span>'
+        '<button id="theme" title="light or dark">◐</button></div>'
+        f'<p class="facts">{" · ".join(safe(fact) for fact in facts if fact)}</p>'
+        f"{told}</header>"
+    )
+
+
+def _figures(run: RunData) -> str:
+    """The numbers that answer whether the run did its job."""
+    figures: list[tuple[str, str, str]] = []
+    before, after = _scores(run)
+    if after is not None:
+        gain = f"{after - before:+.3f} from {before:.3f}" if before is not None and before is not after else ""
+        figures.append(("held-out score", f"{after:.3f}", gain))
+    gaps = [row["logprob_gap/same_version_max"] for row in run.rows if "logprob_gap/same_version_max" in row]
+    if gaps := [gap for gap in gaps if math.isfinite(gap)]:
+        figures.append(("same-version log-prob gap", f"{max(gaps):.1e}", "maximum over every token of every step"))
+    if (summary := run.summary) is not None:
+        if summary.samples_per_s is not None:
+            figures.append(("samples a second", f"{summary.samples_per_s:.2f}", "episodes trained"))
+        busy = {"engines": summary.engine_utilisation, "trainer": summary.trainer_utilisation}
+        if known := {name: value for name, value in busy.items() if value is not None}:
+            figures.append(("busy", " / ".join(f"{v:.0%}" for v in known.values()), " / ".join(known)))
+        if summary.fates:
+            lost = f"{summary.num_lost} lost, {summary.fates.get('twice', 0)} twice"
+            figures.append(("groups issued", str(summary.fates.get("issued", 0)), lost))
+    cells = (
+        f"<li><span>{safe(name)}</span><strong>{safe(value)}</strong><small>{safe(note)}</small></li>"
+        for name, value, note in figures
+    )
+    fates = f'<p class="fates">{safe(run.summary.fates_line())}</p>' if run.summary and run.summary.fates else ""
+    return f'<ul class="figures">{"".join(cells)}</ul>{fates}' if figures else ""
+
+
+def _charts(run: RunData) -> list[str]:
+    if not run.rows:
+        return ['<section><p class="nothing">No step has been logged yet.</p></section>']
+    rows = thin(by_lag(run.rows))
+    charts = main_charts(rows)
+    others = other_charts(rows, drawn=charts)
+    merged = f" Each point merges about {len(run.rows) / len(rows):.0f} steps." if len(rows) < len(run.rows) else ""
+    sections = [f'<section class="charts">{"".join(draw(chart) for chart in charts)}</section>']
+    if others:
+        sections.append(
+            f"<details><summary>More metrics <small>{len(others)}.{merged}</small></summary>"
+            f'<section class="charts many">{"".join(draw(chart) for chart in others)}</section></details>'
+        )
+    return sections
+
+
+def _conversations(run: RunData) -> str:
+    if not run.shown:
+        return ""
+    tokenizer = load_tokenizer(run)
+    shades = "".join(f'<i class="t l{level}">{name}</i>' for level, name in enumerate(_SHADES))
+    legend = (
+        "<p>Tokens as the trainer sees them. Shaded ones were sampled by the policy and are trained; the darker, the "
+        'less likely. <b class="v">v3</b> marks where weights of version 3 take over.</p>'
+        f'<p class="shades">{shades}</p>'
+    )
+    episodes = "".join(
+        _episode(shown, tokenizer, is_open=i in (0, len(run.shown) - 1)) for i, shown in enumerate(run.shown)
+    )
+    return f'<section class="conversations"><h2>Conversations</h2>{legend}{episodes}</section>'
+
+
+_SHADES = ("p > .95", "> .6", "> .2", "> .05", "less")
+
+
+def _episode(shown: Shown, tokenizer: Any, *, is_open: bool) -> str:
+    episode = shown.episode
+    versions = sorted({span.version for t in episode.trajectories for span in t.versions})
+    sampled_by = (
+        f"v{versions[0]}" if len(versions) == 1 else f"v{versions[0]}\N{EN DASH}v{versions[-1]}" if versions else "v?"
+    )
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:.3g}"
+    tokens = f"{episode.loss_denominator} of {sum(len(t.tokens) for t in episode.trajectories)} tokens sampled"
+    facts = [sampled_by, shown.label, tokens, str(episode.outcome).replace("_", " ")]
+    error = f'<p class="note">{safe(episode.error)}</p>' if episode.error else ""
+    strips = "".join(f'<div class="strip">{token_strip(t, tokenizer)}</div>' for t in episode.trajectories)
+    return (
+        f"<details{' open' if is_open else ''}><summary><strong>{reward}</strong> "
+        f"{' · '.join(safe(fact) for fact in facts)}<small>prompt {safe(episode.prompt_id)}, one of "
+        f"{shown.siblings} siblings</small></summary>{error}{strips}</details>"
+    )
+
+
+def _details(run: RunData) -> str:
+    parts = [
+        f"<details><summary>{name}</summary><pre>{escape(json.dumps(content, indent=2))}</pre></details>"
+        for name, content in (("Configuration", run.config), ("Environment", run.environment))
+        if content
+    ]
+    return (
+        "".join(parts)
+        + "<footer>Written by <code>miles report</code>. The page is complete: it loads nothing.</footer>"
+    )
+
+
+def _scores(run: RunData) -> tuple[float | None, float | None]:
+    """Held-out score before and after: the summary's, or the first and the last one logged."""
+    logged = [row["eval/score"] for row in run.rows if math.isfinite(row.get("eval/score", math.nan))]
+    before = logged[0] if len(logged) > 1 else None
+    after = logged[-1] if logged else None
+    if run.summary is None:
+        return before, after
+    return (
+        before if run.summary.eval_before is None else run.summary.eval_before,
+        after if run.summary.eval_after is None else run.summary.eval_after,
+    )
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    model = config.get("model")
+    if not isinstance(model, Mapping):
+        return ""
+    return str(model.get("path") or model.get("builder") or "")
+
+
+def _asset(name: str) -> str:
+    return importlib.resources.files("miles_core.report").joinpath(name).read_text(encoding="utf-8")

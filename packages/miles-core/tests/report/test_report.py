@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from miles_core import report
+from miles_core.monitor import JsonlMonitor
+from miles_core.report.charts import by_lag, main_charts, other_charts, thin
+from miles_core.report.read import pick, read_run
+
+HOSTILE = '</i></p><script>alert(1)</script><img src=x onerror="alert(2)">\u202egnihsihp'
+
+
+class Page(HTMLParser):
+    """The page as a browser would take it apart."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        (self.scripts if self.lasttag == "script" and self.cdata_elem else self.text).append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join("".join(self.text).split())
+
+
+def page_of(run_dir) -> Page:
+    return Page(report.write(run_dir).read_text(encoding="utf-8"))
+
+
+def test_a_finished_run_shows_its_result_every_chart_and_both_ends_of_the_conversation(make_run):
+    page = page_of(make_run())
+    assert "0.910+0.600 from 0.310" in page.words
+    assert "issued 1080 = trained 960 + filtered 120" in page.words
+    for title in ("Reward", "Episode length", "Staleness", "Log-prob gap", "Time of a step", "Fates", "env/format_ok"):
+        assert title in page.words
+    assert "not measured" not in page.words
+    assert "worst of its group" in page.words
+    assert "Answer: 395" in page.words
+
+
+def test_the_page_loads_nothing_and_forbids_every_script_but_its_own(make_run):
+    page = page_of(make_run())
+    assert not [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "srcset")]
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not re.search(r"@import|url\(", "".join(page.text))
+    (policy,) = [attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs]
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" == policy
+
+
+def test_hostile_text_stays_text(make_run):
+    run = make_run("<b>name</b>", texts=[(HOSTILE, "b"), (HOSTILE,), (HOSTILE, "<|im_end|>"), ("\x00",), (HOSTILE,)])
+    (run / "config.json").write_text(json.dumps({"model": {"path": HOSTILE}, HOSTILE: HOSTILE}))
+    JsonlMonitor(run).log(61, {f"env/{HOSTILE}": 1.0, "eval/score": math.inf})
+    page = page_of(run)
+    allowed = "html head meta title style body main header div h1 span button p ul li small strong section figure "
+    allowed += "figcaption h3 h2 svg path details summary i b pre footer code script"
+    assert {tag for tag, _ in page.tags} <= set(allowed.split())
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    assert "<script>alert(1)</script>" in page.words
+    assert "\u202e" not in page.words
+    assert "\\u202e" in page.words
+    assert "\x00" not in report.write(run).read_text(encoding="utf-8")
+
+
+def test_a_killed_run_says_so_and_shows_what_it_has(make_run):
+    run = make_run(finished=False)
+    with (run / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"step": 61, "rew')
+    with (run / "trajectories" / "worker-0.spool").open("ab") as spool:
+        spool.write(b"MSPL\xff\x00")
+    page = page_of(run)
+    assert "not finished" in page.words
+    assert "it is still going on, or it was killed" in page.words
+    assert "60 steps" in page.words
+    assert "Answer: 395" in page.words
+
+
+def test_an_empty_run_says_that_nothing_was_logged(tmp_path):
+    page = page_of(tmp_path)
+    assert "No step has been logged yet." in page.words
+    assert "no steps yet" in page.words
+
+
+def test_a_run_without_its_tokenizer_shows_ids(make_run):
+    run = make_run()
+    (run / "model" / "tokenizer.json").unlink()
+    assert "[0] [1] [2]" in page_of(run).words
+
+
+def test_damaged_files_become_notes(make_run):
+    run = make_run(steps=3)
+    (run / "environment.json").write_text("{")
+    assert "environment.json could not be read" in page_of(run).words
+
+
+def test_something_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(report.ReportError, match="is not a directory"):
+        report.write(tmp_path / "absent")
+
+
+def test_the_report_is_replaced_whole(make_run):
+    run = make_run(steps=2)
+    first = report.write(run)
+    assert report.write(run) == first
+    assert not list(run.glob("*.partial"))
+
+
+def test_conversations_come_from_the_start_to_the_end_of_the_run(make_run):
+    shown = read_run(make_run(steps=60)).shown
+    assert [s.episode.prompt_id for s in shown if s.label.startswith("worst")] == [
+        "multiply-0",
+        "multiply-20",
+        "multiply-35",
+        "multiply-55",
+    ]
+    assert [s.episode.reward for s in shown] == [0.0, 1.0] * 4
+
+
+def test_nothing_is_picked_from_no_groups():
+    assert pick([]) == []
+
+
+def test_a_long_run_is_thinned_with_maxima_counts_and_means_kept():
+    rows = [{"step": float(i), "reward/mean": i % 2, "staleness/max": i, "fate/trained": i} for i in range(1, 1001)]
+    thinned = thin(rows, limit=100)
+    assert len(thinned) == 100
+    assert thinned[-1] == {"step": 1000.0, "reward/mean": 0.5, "staleness/max": 1000, "fate/trained": 1000}
+    assert thin(rows[:50], limit=100) == rows[:50]
+
+
+def test_the_gap_is_drawn_by_lag_whatever_the_version():
+    rows = by_lag([{"step": 9.0, "logprob_gap/version_8": 1e-6, "logprob_gap/version_7": 1e-2}])
+    assert rows == [{"step": 9.0, "logprob_gap/lag_0": 1e-6, "logprob_gap/lag_1": 1e-2}]
+    (gap,) = [chart for chart in main_charts(rows) if chart.title == "Log-prob gap"]
+    assert [series.name for series in gap.series] == ["mean, lag 0", "mean, lag 1"]
+
+
+def test_every_metric_is_drawn_once():
+    rows = [{"step": 1.0, "time": 5.0, "mine/own": 1.0, "reward/mean": 0.5, "fate/trained": 3.0, "loss/total": 0.1}]
+    others = other_charts(rows, drawn=main_charts(rows))
+    assert [chart.title for chart in others] == ["loss/total", "mine/own"]
