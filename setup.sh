@@ -59,15 +59,7 @@ make_environment() {
 }
 
 # On a terminal uv draws its progress; in a log its list of 200 packages would drown the steps.
-pip_# reasoning-gym alone needs a package that comes as C source.
-install_compiled() {
-    if ! pip_install --requirements "$COMPILED" >.venv/compiled.log 2>&1; then
-        step "left out $(tr '\n' ' ' <"$COMPILED")(no C compiler?): reasoning-gym's tasks will not load, everything else works.
-        For them: apt-get install gcc python3-dev, then run this again"
-    fi
-}
-
-install() {
+pip_install() {
     local command=("$UV" pip install --python .venv/bin/python --no-deps "$@")
     if [[ -t 2 ]]; then
         "${command[@]}"
