@@ -1,0 +1,93 @@
+"""Rollout: workers, the bounded group buffer, advantages, evaluation. Engines live in `miles_rollout.engines`."""
+
+from .advantages import (
+    ADVANTAGES,
+    AdvantageRows,
+    Advantages,
+    Rewards,
+    advantages_by_episode,
+    assign_advantages,
+    dr_grpo,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
+from .buffer import GroupBuffer, Retry
+from .config import RolloutConfig
+from .dispatch import LeastBusy, RunGroup
+from .errors import (
+    AdvantageError,
+    BufferClosedError,
+    BufferStateError,
+    EmptyBatchesError,
+    FailureBudgetError,
+    PromptError,
+    PromptsExhausted,
+    RolloutConfigError,
+)
+from .evaluate import EvalResult, PromptScore, evaluate
+from .fates import Fate, FateCounts, FateEvent, Observer
+from .filters import FILTERS, Filter, compose, no_filter, no_truncated, nonzero_spread
+from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, drop, keep, mask, retry
+from .producer import Gate, Spool, produce
+from .prompts import PromptSource, PromptState, PromptStream
+from .registry import resolve
+from .worker import Sessions, Worker
+
+__all__ = [
+    "ADVANTAGES",
+    "FILTERS",
+    "MASKED_EPISODES",
+    "POLICIES",
+    "AdvantageError",
+    "AdvantageRows",
+    "Advantages",
+    "BufferClosedError",
+    "BufferStateError",
+    "EmptyBatchesError",
+    "EvalResult",
+    "FailureBudgetError",
+    "Fate",
+    "FateCounts",
+    "FateEvent",
+    "Filter",
+    "Gate",
+    "GroupBuffer",
+    "LeastBusy",
+    "Observer",
+    "PromptError",
+    "PromptScore",
+    "PromptSource",
+    "PromptState",
+    "PromptStream",
+    "PromptsExhausted",
+    "Retry",
+    "Rewards",
+    "RolloutConfig",
+    "RolloutConfigError",
+    "RunGroup",
+    "Sessions",
+    "Spool",
+    "StalePolicy",
+    "Verdict",
+    "Worker",
+    "advantages_by_episode",
+    "assign_advantages",
+    "compose",
+    "dr_grpo",
+    "drop",
+    "evaluate",
+    "grpo",
+    "keep",
+    "mask",
+    "no_filter",
+    "no_truncated",
+    "nonzero_spread",
+    "produce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "resolve",
+    "retry",
+    "rloo",
+]

@@ -1,0 +1,377 @@
+"""The bounded, staleness-aware buffer between rollout and training.
+
+              acquire, issue          put                 take             release
+    credit ──────────────────▶ IN_FLIGHT ──▶ BUFFERED ──────────▶ a batch ─────────▶ TRAINED
+                                   │             │                   │
+                                   ├─ filter ────┼── FILTERED        │   every final fate gives
+                                   ├─ rewards ───┼── FAILED          │   the credit back at once
+                                   ├─ put_policy ┴── STALE ◀─ take_policy
+                                   └─ forfeit, close ── ABORTED ◀────┘
+
+A credit is held from issue to the final fate, and there are `(max_staleness + 1) * groups_per_step` of them: a
+group is never issued more than `max_staleness` steps ahead of training. Credits alone do not bound the age of a
+*straggler*: while it runs, its siblings in the queue can be trained and replaced many times. With
+`stragglers = "overtake"` such a group meets the stale policy when it arrives, and `drop` then loses exactly the
+longest episodes, which biases training towards short ones. Raise `max_staleness`, use `retry` or `mask`, or set
+`stragglers = "wait"`, which holds a batch back rather than let an open group become too old.
+
+Everything here runs on one event loop; nothing is thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from miles_tito import GroupRef, Prompt
+
+from .config import RolloutConfig
+from .errors import BufferClosedError, BufferStateError
+from .fates import Fate, FateBook, FateCounts, Observer
+from .filters import FILTERS, Filter
+from .guards import EmptyBatchGuard, FailureBudget, first_line
+from .meters import BufferMeter
+from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, rest_can_wait, stale_episodes
+from .registry import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """A prompt that runs again because its group was too old."""
+
+    prompt: Prompt
+    retry_of: str
+    """Id of the stale group."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A group that holds a credit."""
+
+    id: str
+    order: int
+    prompt: Prompt
+    issued_version: int
+    ref: GroupRef | None = None
+    is_taken: bool = False
+
+    @property
+    def oldest_version(self) -> int:
+        """Of its oldest token; of its issue where the engine named no version, since no token is older than that."""
+        oldest = None if self.ref is None else self.ref.oldest_version
+        return self.issued_version if oldest is None or oldest < 0 else oldest
+
+
+class GroupBuffer:
+    """Credits out, finished groups in, batches of exactly `groups_per_step` groups out, oldest first."""
+
+    def __init__(self, config: RolloutConfig, *, observer: Observer | None = None, version: int = 0) -> None:
+        """
+        Args:
+            config: limits, filter and policies.
+            observer: called with every change of fate, before anything else sees it.
+            version: weight version that the engines hold at the start.
+        """
+        self._config = config
+        self._filter: Filter = resolve(config.filter, FILTERS, kind="filter")
+        self._put_policy: StalePolicy = resolve(config.put_policy, POLICIES, kind="stale policy")
+        self._take_policy: StalePolicy = resolve(config.take_policy, POLICIES, kind="stale policy")
+        self._empty = EmptyBatchGuard(
+            max_empty_batches=config.max_empty_batches, groups_per_step=config.groups_per_step
+        )
+        self._failures = FailureBudget(
+            max_failure_rate=config.max_failure_rate,
+            window=config.failure_window,
+            min_failures=config.min_failures,
+        )
+        self._book = FateBook(observer=observer)
+        self._meter = BufferMeter()
+        self._open: dict[str, _Open] = {}
+        self._reserved = 0
+        """Credits acquired for groups that are not issued yet."""
+        self._retries: deque[Retry] = deque()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._finished: str | None = None
+        self._closed: BaseException | None = None
+        self._version = version
+
+    # ---- the producer's side
+
+    async def acquire(self) -> None:
+        """Wait for an admission credit; follow it with `issue`, or with `refund` if there is nothing to issue."""
+        self._raise_if_closed()
+        while self.credits_used >= self._config.num_credits:
+            await self._change()
+            self._raise_if_closed()
+        self._reserved += 1
+
+    def issue(self, group_id: str, prompt: Prompt, *, retry_of: str | None = None) -> None:
+        """Bind an acquired credit to a new group, right before its episodes start."""
+        self._raise_if_closed()
+        if not self._reserved:
+            raise BufferStateError(f"Group {group_id!r} is issued without a credit; `await acquire()` first.")
+        self._book.issue(group_id, prompt_id=prompt.id, version=self._version, retry_of=retry_of)
+        self._reserved -= 1
+        self._open[group_id] = _Open(
+            id=group_id, order=self._book.counts().issued, prompt=prompt, issued_version=self._version
+        )
+
+    def refund(self) -> None:
+        """Give back a credit that was acquired but not used."""
+        if not self._reserved:
+            raise BufferStateError("There is no unused credit to give back: every acquired one was issued or refunded.")
+        self._reserved -= 1
+        self._notify()
+
+    def next_retry(self) -> Retry | None:
+        """The next prompt to run again, None when there is none."""
+        return self._retries.popleft() if self._retries else None
+
+    def put(self, ref: GroupRef) -> Fate:
+        """Admit a finished group, or discard it; the answer says which.
+
+        Raises:
+            BufferStateError: the group was never issued, was put before, or has a final fate.
+            EmptyBatchesError: nothing but discarded groups for `max_empty_batches` batches.
+            FailureBudgetError: too many episodes failed. Both also end every `take` and `acquire`.
+        """
+        self._raise_if_closed()
+        self._book.require_open(ref.id, wanted=Fate.BUFFERED)
+        group = self._open[ref.id]
+        if group.ref is not None:
+            raise BufferStateError(f"Group {ref.id!r} was put before; a group is put once.")
+        group.ref = ref
+        self._meter.finished += 1
+        try:
+            fate, reason = self._admit(group, ref)
+            self._failures.record(ref.episodes)
+            if fate is Fate.BUFFERED:
+                self._empty.admitted()
+            elif fate is not Fate.STALE:  # old groups come from training too fast, not from training on nothing
+                self._empty.discarded(ref, reason)
+        except Exception as error:  # whatever broke, nobody may go on waiting for this buffer
+            self.close(error)
+            raise
+        self._notify()
+        return fate
+
+    def forfeit(self, group_id: str, fate: Fate, reason: str) -> None:
+        """End an open group with any final fate but TRAINED, for example because its worker was lost."""
+        if not fate.is_final or fate is Fate.TRAINED:
+            raise BufferStateError(
+                f"Group {group_id!r} cannot be forfeited as {fate}: use filtered, stale, failed or aborted; "
+                "`release` marks groups as trained."
+            )
+        self._book.require_open(group_id, wanted=fate)
+        self._discard(self._open[group_id], fate, reason)
+        self._notify()
+
+    def finish(self, reason: str) -> None:
+        """Say that nothing will be issued any more; `take` hands out full batches and then raises."""
+        if self._finished is None:
+            self._finished = reason
+        self._notify()
+
+    # ---- the trainer's side
+
+    async def take(self) -> list[GroupRef]:
+        """The next batch: `groups_per_step` groups, oldest first, none stale unless the policy keeps it.
+
+        Raises:
+            BufferClosedError: no full batch can come any more.
+            BufferStateError: earlier batches were not released, so a full one cannot come.
+        """
+        started = asyncio.get_running_loop().time()
+        while (batch := self._next_batch()) is None:
+            await self._change()
+        for group in batch:
+            group.is_taken = True
+        self._meter.took(
+            staleness=[self._trained_staleness(group) for group in batch],
+            wait_s=asyncio.get_running_loop().time() - started,
+        )
+        return [group.ref for group in batch if group.ref is not None]
+
+    def set_version(self, version: int) -> None:
+        """The engines hold weights `version` now; open groups age."""
+        if version < self._version:
+            raise BufferStateError(f"Weight version {version} comes after {self._version}; versions only grow.")
+        self._version = version
+        self._notify()
+
+    def release(self, groups: Sequence[GroupRef | str]) -> None:
+        """Give the credits of a taken batch back, once the weights trained on it are committed."""
+        ids = [group if isinstance(group, str) else group.id for group in groups]
+        for index, group_id in enumerate(ids):
+            if group_id in ids[:index]:
+                raise BufferStateError(f"Group {group_id!r} is in the list twice; a group is released once.")
+            self._book.require_open(group_id, wanted=Fate.TRAINED)
+            if not self._open[group_id].is_taken:
+                raise BufferStateError(f"Group {group_id!r} cannot be released: it was not taken.")
+        for group_id in ids:
+            self._book.advance(group_id, Fate.TRAINED, reason="", version=self._version)
+            del self._open[group_id]
+        self._notify()
+
+    # ---- both
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the buffer: open groups become aborted, and whoever waits gets `error`."""
+        if self._closed is not None:
+            return
+        self._closed = error or BufferClosedError("The buffer is closed; the run has ended.")
+        reason = "run ended" if error is None else f"{type(error).__name__}: {first_line(str(error))}"
+        for group in list(self._open.values()):
+            self._discard(group, Fate.ABORTED, reason)
+        self._notify()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def credits_used(self) -> int:
+        return self._reserved + len(self._open)
+
+    def fate(self, group_id: str) -> Fate | None:
+        """The present fate of a group, None if it was never issued."""
+        return self._book.fate(group_id)
+
+    def counts(self) -> FateCounts:
+        return self._book.counts()
+
+    def proof(self) -> str:
+        """One line: what was issued is accounted for, nothing lost, nothing used twice."""
+        return self.counts().proof()
+
+    def metrics(self) -> dict[str, float]:
+        """State now, and rates since the last call."""
+        queued = sum(group.ref is not None and not group.is_taken for group in self._open.values())
+        taken = sum(group.is_taken for group in self._open.values())
+        return {
+            "buffer/queued": float(queued),
+            "buffer/running": float(len(self._open) - queued - taken),
+            "buffer/taken": float(taken),
+            "buffer/credits_used": float(self.credits_used),
+            "buffer/credits": float(self._config.num_credits),
+            **self._meter.snapshot(),
+        }
+
+    # ---- helpers
+
+    def _admit(self, group: _Open, ref: GroupRef) -> tuple[Fate, str]:
+        """Give a group that has just finished its next fate; returns it with its reason."""
+        rewarded = sum(reward is not None for reward in ref.rewards)
+        if rewarded < self._config.required_rewards:
+            self._discard(group, Fate.FAILED, "too_few_rewards")
+            return Fate.FAILED, "too_few_rewards"
+        reason = self._filter(ref)
+        if reason is not None:
+            self._discard(group, Fate.FILTERED, reason)
+            return Fate.FILTERED, reason
+        if self._apply(self._put_policy, group, ref) in _DISCARD:
+            return Fate.STALE, "stale"
+        self._book.advance(ref.id, Fate.BUFFERED, reason="", version=self._version)
+        return Fate.BUFFERED, ""
+
+    def _apply(self, policy: StalePolicy, group: _Open, ref: GroupRef) -> Verdict:
+        """Ask a policy about one group, and do what it says."""
+        staleness, limit = self._staleness(group), self._config.max_staleness
+        verdict = policy(ref, staleness=staleness, max_staleness=limit)
+        match verdict:
+            case Verdict.KEEP:
+                pass
+            case Verdict.MASK:
+                masked = stale_episodes(ref, staleness=staleness, max_staleness=limit)
+                group.ref = replace(ref, metadata={**ref.metadata, MASKED_EPISODES: masked})
+            case Verdict.DROP:
+                self._discard(group, Fate.STALE, "stale")
+            case Verdict.RETRY:
+                self._discard(group, Fate.STALE, "stale_retried")
+                self._retries.append(Retry(prompt=group.prompt, retry_of=group.id))
+        return verdict
+
+    def _next_batch(self) -> list[_Open] | None:
+        """A full batch, or None to wait for one; raises when waiting is in vain."""
+        self._raise_if_closed()
+        for group in self._queue():
+            if group.ref is not None and self._apply(self._take_policy, group, group.ref) in _DISCARD:
+                self._notify()  # its credit is free
+        batch = self._queue()[: self._config.groups_per_step]
+        if len(batch) == self._config.groups_per_step and self._may_leave(batch):
+            return batch
+        self._raise_if_in_vain(len(batch))
+        return None
+
+    def _queue(self) -> list[_Open]:
+        """Admitted groups that are not taken, oldest first."""
+        queued = [group for group in self._open.values() if group.ref is not None and not group.is_taken]
+        return sorted(queued, key=lambda group: (group.oldest_version, group.order))
+
+    def _may_leave(self, batch: list[_Open]) -> bool:
+        """Whether a step on `batch` leaves no other open group too old to be trained."""
+        if self._config.stragglers == "overtake" or not self._num_running():
+            return True
+        chosen = {group.id for group in batch}
+        rest = [g.oldest_version for g in self._open.values() if not g.is_taken and g.id not in chosen]
+        return rest_can_wait(
+            rest,
+            version=self._version,
+            max_staleness=self._config.max_staleness,
+            groups_per_step=self._config.groups_per_step,
+        )
+
+    def _raise_if_in_vain(self, queued: int) -> None:
+        wanted = self._config.groups_per_step
+        if self._finished is not None and not self._num_running() and queued < wanted:
+            raise BufferClosedError(
+                f"A batch needs {wanted} groups, {queued} are ready and none is running: {self._finished}."
+            )
+        taken = sum(group.is_taken for group in self._open.values())
+        if self._config.num_credits - taken < wanted:
+            raise BufferStateError(
+                f"{taken} taken groups hold {taken} of {self._config.num_credits} credits, so a batch of {wanted} "
+                "cannot come. Call `release` after each step, or raise `max_staleness`."
+            )
+
+    def _num_running(self) -> int:
+        return sum(group.ref is None for group in self._open.values())
+
+    def _staleness(self, group: _Open) -> int:
+        return max(0, self._version - group.oldest_version)
+
+    def _trained_staleness(self, group: _Open) -> int:
+        """Of the oldest token that will be trained: masked episodes do not count."""
+        masked = group.ref.metadata.get(MASKED_EPISODES, ()) if group.ref is not None else ()
+        if group.ref is None or not masked:
+            return self._staleness(group)
+        fresh = [e.oldest_version for e in group.ref.episodes if e.id not in masked]
+        return max((self._version - version for version in fresh if version is not None), default=0)
+
+    def _discard(self, group: _Open, fate: Fate, reason: str) -> None:
+        self._book.advance(group.id, fate, reason=reason, version=self._version)
+        del self._open[group.id]
+        self._meter.discarded[reason if fate is not Fate.ABORTED else "aborted"] += 1
+
+    def _raise_if_closed(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    async def _change(self) -> None:
+        """Wait until anything changed."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.remove(waiter)
+
+    def _notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+_DISCARD = (Verdict.DROP, Verdict.RETRY)

@@ -1,0 +1,37 @@
+"""What can go wrong while groups are scheduled, advantages assigned and prompts read."""
+
+from __future__ import annotations
+
+from miles_tito import MilesError
+
+
+class RolloutConfigError(MilesError, ValueError):
+    """A rollout setting is out of range, or two settings contradict one another."""
+
+
+class PromptError(MilesError, ValueError):
+    """The prompts cannot be streamed as asked, or a saved position does not fit them."""
+
+
+class PromptsExhausted(MilesError, RuntimeError):
+    """An iterator of prompts ended."""
+
+
+class AdvantageError(MilesError, ValueError):
+    """Rewards or advantages break the contract of an advantage function."""
+
+
+class BufferStateError(MilesError, RuntimeError):
+    """A group is unknown to the buffer, or not in the state that the call needs."""
+
+
+class BufferClosedError(MilesError, RuntimeError):
+    """The buffer was closed, or no further group can come."""
+
+
+class EmptyBatchesError(MilesError, RuntimeError):
+    """Whole batches' worth of groups in a row were discarded."""
+
+
+class FailureBudgetError(MilesError, RuntimeError):
+    """More episodes failed than the failure budget allows."""

@@ -1,0 +1,181 @@
+"""Held-out prompts through the same machinery as training: mean with its error, avg@k, pass@k, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_tito import GroupRef, Prompt, Sampling
+
+from .dispatch import RunGroup
+from .errors import PromptError
+from .guards import first_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScore:
+    """One prompt of an evaluation."""
+
+    prompt_id: str
+    rewards: tuple[float, ...]
+    """Of the episodes that got one."""
+    num_failed: int
+
+    @property
+    def mean(self) -> float | None:
+        """avg@k of this prompt, None when every episode failed."""
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Scores of one evaluation. A failed episode is counted as failed, never scored 0."""
+
+    name: str
+    samples_per_prompt: int
+    prompts: tuple[PromptScore, ...]
+    failures: Mapping[str, int]
+    """Failed episodes by the first line of their error."""
+    success_reward: float
+    """A reward of at least this much is a pass."""
+    env_metrics: Mapping[str, float]
+    """Mean of each metric over the episodes that report it."""
+    seconds: float
+
+    @property
+    def num_episodes(self) -> int:
+        return self.num_scored + self.num_failed
+
+    @property
+    def num_scored(self) -> int:
+        return sum(len(prompt.rewards) for prompt in self.prompts)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(prompt.num_failed for prompt in self.prompts)
+
+    @property
+    def mean(self) -> float | None:
+        """avg@k: each prompt counts once, over the prompts that have a score; None when none has."""
+        means = self._means()
+        return math.fsum(means) / len(means) if means else None
+
+    @property
+    def stderr(self) -> float | None:
+        """Standard error of `mean`, clustered by prompt; None below two scored prompts."""
+        means = self._means()
+        if len(means) < 2:
+            return None
+        center = math.fsum(means) / len(means)
+        variance = math.fsum((value - center) ** 2 for value in means) / (len(means) - 1)
+        return math.sqrt(variance / len(means))
+
+    def pass_at(self, k: int) -> float | None:
+        """Unbiased pass@k, 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 §2.1), over prompts with n ≥ k scores."""
+        if not 1 <= k <= self.samples_per_prompt:
+            raise ValueError(f"pass@{k} needs 1 ≤ k ≤ {self.samples_per_prompt}, the samples per prompt.")
+        values = [
+            1.0 - math.comb(n - passed, k) / math.comb(n, k)
+            for prompt in self.prompts
+            if (n := len(prompt.rewards)) >= k
+            for passed in [sum(reward >= self.success_reward for reward in prompt.rewards)]
+        ]
+        return math.fsum(values) / len(values) if values else None
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics; a score that does not exist is absent rather than 0."""
+        numbers: dict[str, float | None] = {
+            "mean": self.mean,
+            "stderr": self.stderr,
+            "episodes": float(self.num_episodes),
+            "failed": float(self.num_failed),
+            "prompts_without_score": float(sum(not prompt.rewards for prompt in self.prompts)),
+            "seconds": self.seconds,
+            **{f"pass@{k}": self.pass_at(k) for k in _powers_of_two(self.samples_per_prompt)},
+            **self.env_metrics,
+        }
+        return {f"{self.name}/{key}": value for key, value in numbers.items() if value is not None}
+
+    def summary(self) -> str:
+        """One line for people."""
+        if self.mean is None:
+            score = "no score"
+        else:
+            score = f"{self.mean:.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
+        text = f"{self.name}: {score} on {len(self.prompts)} prompts, {self.samples_per_prompt} samples each"
+        if not self.num_failed:
+            return text
+        cause, count = max(self.failures.items(), key=lambda item: item[1])
+        return f"{text}; {self.num_failed} of {self.num_episodes} episodes failed, {count} with: {cause}"
+
+    def _means(self) -> list[float]:
+        return [prompt.mean for prompt in self.prompts if prompt.mean is not None]
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    *,
+    run_group: RunGroup,
+    samples_per_prompt: int = 1,
+    sampling: Sampling | None = None,
+    name: str = "eval",
+    tag: str = "0",
+    success_reward: float = 1.0,
+) -> EvalResult:
+    """Run `samples_per_prompt` episodes of every prompt; the workers' permits bound how many run at once.
+
+    Args:
+        run_group: what the producer uses too. Close its `Gate` meanwhile where both share engines.
+        sampling: other than training's, for example greedy.
+        name: of the data set, in metrics and ids.
+        tag: makes session ids unique between evaluations of one run, for example the weight version.
+        success_reward: a reward of at least this much is a pass.
+    """
+    if not prompts:
+        raise PromptError(f"Evaluation {name!r} has no prompts; give some or switch the evaluation off.")
+    if samples_per_prompt < 1:
+        raise ValueError(f"`samples_per_prompt` is {samples_per_prompt}; it must be at least 1.")
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    async with asyncio.TaskGroup() as running:
+        tasks = [
+            running.create_task(
+                run_group(prompt, group_id=f"{name}-{tag}-{i}", group_size=samples_per_prompt, sampling=sampling)
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+    refs = [task.result() for task in tasks]
+    return EvalResult(
+        name=name,
+        samples_per_prompt=samples_per_prompt,
+        prompts=tuple(_score(ref) for ref in refs),
+        failures=_failures(refs),
+        success_reward=success_reward,
+        env_metrics=_env_metrics(refs),
+        seconds=clock() - started,
+    )
+
+
+def _score(ref: GroupRef) -> PromptScore:
+    rewards = tuple(reward for reward in ref.rewards if reward is not None)
+    return PromptScore(prompt_id=ref.prompt_id, rewards=rewards, num_failed=len(ref.rewards) - len(rewards))
+
+
+def _failures(refs: Sequence[GroupRef]) -> dict[str, int]:
+    failed = (e for ref in refs for e in ref.episodes if e.reward is None)
+    return dict(Counter(f"{e.outcome}: {first_line(e.error)}" for e in failed))
+
+
+def _env_metrics(refs: Sequence[GroupRef]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for episode in (e for ref in refs for e in ref.episodes):
+        for key, value in episode.metrics.items():
+            values.setdefault(key, []).append(value)
+    return {key: math.fsum(numbers) / len(numbers) for key, numbers in values.items()}
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length())]

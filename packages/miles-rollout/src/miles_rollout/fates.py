@@ -1,0 +1,154 @@
+"""What became of each group: one fate at a time, exactly one at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .errors import BufferStateError
+
+
+class Fate(StrEnum):
+    """Where an issued group stands. The first two are open, the others are final."""
+
+    IN_FLIGHT = "in_flight"
+    """Issued; its episodes run."""
+    BUFFERED = "buffered"
+    """Finished and admitted; waits for a step, or is in one that is not committed yet."""
+    TRAINED = "trained"
+    """The engines hold weights that were trained on it."""
+    FILTERED = "filtered"
+    """Discarded for what it contains."""
+    STALE = "stale"
+    """Discarded for its age."""
+    FAILED = "failed"
+    """Too few of its episodes got a reward."""
+    ABORTED = "aborted"
+    """The run ended, or something broke, before it could be trained."""
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (Fate.IN_FLIGHT, Fate.BUFFERED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FateEvent:
+    """One change of fate, as an observer (the ledger) receives it."""
+
+    group_id: str
+    prompt_id: str
+    fate: Fate
+    reason: str
+    """Short and countable, empty where there is nothing to say."""
+    version: int
+    """Weight version that the engines held when it happened; for TRAINED the version that contains the group."""
+    retry_of: str | None = None
+    """The stale group whose prompt this one runs again."""
+
+
+Observer = Callable[[FateEvent], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FateCounts:
+    """Groups per fate. `issued` is counted on its own, so that a lost group shows."""
+
+    issued: int
+    trained: int
+    filtered: int
+    stale: int
+    failed: int
+    aborted: int
+    in_flight: int
+    """Running, buffered, or in a step that is not committed."""
+    twice: int
+    """Attempts to give a second final fate; each was refused with an error."""
+
+    @property
+    def lost(self) -> int:
+        return self.issued - (self.trained + self.filtered + self.stale + self.failed + self.aborted + self.in_flight)
+
+    def proof(self) -> str:
+        """The sum that must hold, with its numbers: nothing lost, nothing used twice."""
+        sign = "=" if self.lost == 0 and self.in_flight == 0 else "≠"
+        return (
+            f"issued {sign} trained + filtered + stale + failed + aborted, in flight {self.in_flight}: "
+            f"{self.lost} lost, {self.twice} twice "
+            f"(groups: {self.issued} {sign} {self.trained} + {self.filtered} + {self.stale} + {self.failed} "
+            f"+ {self.aborted})"
+        )
+
+
+class FateBook:
+    """The fate of every group ever issued, and the only place that changes one."""
+
+    def __init__(self, *, observer: Observer | None = None) -> None:
+        self._fates: dict[str, Fate] = {}
+        self._prompt_ids: dict[str, str] = {}
+        self._final: Counter[Fate] = Counter()
+        self._issued = 0
+        self._twice = 0
+        self._observer = observer
+
+    def issue(self, group_id: str, *, prompt_id: str, version: int, retry_of: str | None = None) -> None:
+        if group_id in self._fates:
+            raise BufferStateError(
+                f"Group {group_id!r} was already issued and is {self._fates[group_id]}; every issue needs a new id."
+            )
+        self._issued += 1
+        self._prompt_ids[group_id] = prompt_id
+        self._record(group_id, Fate.IN_FLIGHT, reason="", version=version, retry_of=retry_of)
+
+    def advance(self, group_id: str, fate: Fate, *, reason: str, version: int) -> None:
+        """Give an open group its next fate; a final fate is never replaced."""
+        self.require_open(group_id, wanted=fate)
+        self._record(group_id, fate, reason=reason, version=version)
+        if fate.is_final:
+            self._final[fate] += 1
+            del self._prompt_ids[group_id]
+
+    def require_open(self, group_id: str, *, wanted: Fate) -> None:
+        """Raise unless the group is known and has no final fate yet."""
+        fate = self._fates.get(group_id)
+        if fate is None:
+            raise BufferStateError(
+                f"Group {group_id!r} was never issued, so it cannot become {wanted}; "
+                "call `acquire` and `issue` before its episodes start."
+            )
+        if fate.is_final:
+            self._twice += 1
+            raise BufferStateError(
+                f"Group {group_id!r} is already {fate} and cannot become {wanted}: a group has one final fate."
+            )
+
+    def fate(self, group_id: str) -> Fate | None:
+        """The group's present fate, None if it was never issued."""
+        return self._fates.get(group_id)
+
+    def counts(self) -> FateCounts:
+        return FateCounts(
+            issued=self._issued,
+            trained=self._final[Fate.TRAINED],
+            filtered=self._final[Fate.FILTERED],
+            stale=self._final[Fate.STALE],
+            failed=self._final[Fate.FAILED],
+            aborted=self._final[Fate.ABORTED],
+            in_flight=len(self._prompt_ids),
+            twice=self._twice,
+        )
+
+    def _record(self, group_id: str, fate: Fate, *, reason: str, version: int, retry_of: str | None = None) -> None:
+        self._fates[group_id] = fate
+        if self._observer is not None:
+            self._observer(
+                FateEvent(
+                    group_id=group_id,
+                    prompt_id=self._prompt_ids[group_id],
+                    fate=fate,
+                    reason=reason,
+                    version=version,
+                    retry_of=retry_of,
+                )
+            )

@@ -1,0 +1,45 @@
+"""What the buffer measures about itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+
+class BufferMeter:
+    """Counts since the last snapshot."""
+
+    finished: int
+    """Groups put."""
+    discarded: Counter[str]
+    """Groups discarded, by reason."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def took(self, *, staleness: Sequence[int], wait_s: float) -> None:
+        """A batch was handed out after `wait_s` seconds."""
+        self._staleness += staleness
+        self._wait_s += wait_s
+
+    def snapshot(self) -> dict[str, float]:
+        """The counts as metrics; starts again from 0."""
+        total = self.discarded.total()
+        metrics = {
+            "buffer/finished": float(self.finished),
+            "buffer/discard_rate": total / self.finished if self.finished else 0.0,
+            "buffer/take_wait_s": self._wait_s,
+        }
+        if self._staleness:
+            metrics["buffer/staleness_mean"] = sum(self._staleness) / len(self._staleness)
+            metrics["buffer/staleness_max"] = float(max(self._staleness))
+        for reason, count in self.discarded.items():
+            metrics[f"buffer/discarded/{reason}"] = float(count)
+        self._reset()
+        return metrics
+
+    def _reset(self) -> None:
+        self.finished = 0
+        self.discarded = Counter()
+        self._staleness: list[int] = []
+        self._wait_s = 0.0

@@ -1,0 +1,84 @@
+"""What to do with a group that is older than `max_staleness`: keep, drop, retry, or mask its stale episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Protocol
+
+from miles_tito import GroupRef
+
+MASKED_EPISODES = "masked_episodes"
+"""Key in `GroupRef.metadata`: ids of episodes whose reward counts for the baseline but which are not trained."""
+
+
+class Verdict(StrEnum):
+    """What a stale policy decides about one group."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    """Discard the group; its prompt comes again with the next epoch."""
+    RETRY = "retry"
+    """Discard the group and run its prompt again as a new group."""
+    MASK = "mask"
+    """Keep the group, train only its fresh episodes; the stale ones keep their place in the baseline."""
+
+
+class StalePolicy(Protocol):
+    """Decides about one finished group, at `put` or at `take`."""
+
+    def __call__(self, ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict: ...
+
+
+def keep(ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict:
+    """Train every group however old; the loss has to correct for it."""
+    return Verdict.KEEP
+
+
+def drop(ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict:
+    """Discard a group with any token older than allowed."""
+    return Verdict.DROP if staleness > max_staleness else Verdict.KEEP
+
+
+def retry(ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict:
+    """Discard a group with any token older than allowed and run its prompt again, so that slow prompts stay."""
+    return Verdict.RETRY if staleness > max_staleness else Verdict.KEEP
+
+
+def mask(ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict:
+    """Train the fresh episodes of a stale group; drop the group when no rewarded episode is fresh."""
+    if staleness <= max_staleness:
+        return Verdict.KEEP
+    stale = set(stale_episodes(ref, staleness=staleness, max_staleness=max_staleness))
+    has_fresh = any(e.reward is not None and e.id not in stale for e in ref.episodes)
+    return Verdict.MASK if has_fresh else Verdict.DROP
+
+
+def stale_episodes(ref: GroupRef, *, staleness: int, max_staleness: int) -> tuple[str, ...]:
+    """Ids of the episodes with a token older than `max_staleness`; the oldest token of the group is `staleness` old."""
+    oldest = ref.oldest_version
+    if oldest is None or oldest < 0:  # the engine named no version: no episode is known to be fresher than the group
+        return tuple(episode.id for episode in ref.episodes)
+    version = oldest + staleness
+    return tuple(
+        e.id for e in ref.episodes if e.oldest_version is not None and version - e.oldest_version > max_staleness
+    )
+
+
+def rest_can_wait(versions: Sequence[int], *, version: int, max_staleness: int, groups_per_step: int) -> bool:
+    """Whether groups left behind by a step can still be trained before they are too old.
+
+    Earliest deadline first: a group of version u may be in one of the next `u + max_staleness - version`
+    steps. Groups that are too old already are not counted, nothing can save them.
+
+    Args:
+        versions: the oldest version of each group that stays behind.
+        version: the version that the step trains from.
+    """
+    steps_left = sorted(left for u in versions if (left := u + max_staleness - version) >= 0)
+    return all(index // groups_per_step < left for index, left in enumerate(steps_left))
+
+
+POLICIES: Mapping[str, StalePolicy] = MappingProxyType({"keep": keep, "drop": drop, "retry": retry, "mask": mask})
+"""The built-in policies by name."""

@@ -1,0 +1,141 @@
+"""Keeps the buffer supplied: credit, prompt, group, spool, put.
+
+acquire ─▶ gate ─▶ retry or next prompt ─▶ issue ─┬─▶ run_group ─▶ spool ─▶ put
+   ▲                                              └─▶ …as many at once as there are credits
+   └──────────────────────────────────────────────────
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import cast
+
+from miles_tito import GroupRef, Prompt
+
+from .buffer import GroupBuffer
+from .dispatch import RunGroup
+from .errors import PromptsExhausted
+from .fates import Fate
+from .guards import first_line
+from .prompts import PromptSource
+
+Spool = Callable[[GroupRef], Awaitable[None]]
+"""Makes a finished group durable; the buffer admits it only afterwards."""
+
+
+class Gate:
+    """Holds new groups back while something else needs the engines; running ones finish."""
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._holders = 0
+
+    @contextmanager
+    def closed(self) -> Generator[None]:
+        """No group is issued inside this block."""
+        self._holders += 1
+        self._opened.clear()
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._opened.set()
+
+    async def wait_open(self) -> None:
+        while self._holders:
+            await self._opened.wait()
+
+
+async def produce(
+    *,
+    prompts: PromptSource,
+    buffer: GroupBuffer,
+    run_group: RunGroup,
+    group_size: int,
+    gate: Gate | None = None,
+    spool: Spool | None = None,
+    first_group: int = 0,
+) -> None:
+    """Issue groups as credits come free, until cancelled or the prompts end.
+
+    A failed episode is data and never ends the production. An exception from `run_group`, `spool` or the buffer
+    is a broken contract: it closes the buffer, so that a waiting `take` raises it, and is raised here. Groups that
+    still run when this ends become aborted.
+
+    Args:
+        group_size: sibling episodes of each prompt.
+        gate: closed while evaluation uses the engines.
+        spool: awaited with each finished group before the buffer admits it.
+        first_group: number of the first group id, so that a resumed run does not reuse ids.
+    """
+    gate = gate or Gate()
+    number = first_group
+    try:
+        async with asyncio.TaskGroup() as running:
+            while True:
+                await buffer.acquire()
+                try:
+                    await gate.wait_open()
+                    retry = buffer.next_retry()
+                    prompt = prompts.next() if retry is None else retry.prompt
+                except PromptsExhausted as ended:
+                    buffer.refund()
+                    buffer.finish(str(ended))
+                    return  # the TaskGroup waits for what still runs
+                except BaseException:
+                    buffer.refund()
+                    raise
+                group_id = f"g{number:06d}"
+                number += 1
+                buffer.issue(group_id, prompt, retry_of=None if retry is None else retry.retry_of)
+                running.create_task(
+                    _run_one(prompt, group_id, group_size, buffer=buffer, run_group=run_group, spool=spool),
+                    name=f"group {group_id}",
+                )
+    except asyncio.CancelledError:
+        buffer.finish("the producer was cancelled")
+        raise
+    except BaseExceptionGroup as errors:
+        causes = _leaves(errors)
+        buffer.close(causes[0])
+        if len(causes) == 1:
+            raise causes[0] from None  # what went wrong, without the wrapping
+        raise
+
+
+async def _run_one(
+    prompt: Prompt,
+    group_id: str,
+    group_size: int,
+    *,
+    buffer: GroupBuffer,
+    run_group: RunGroup,
+    spool: Spool | None,
+) -> None:
+    """One group from its issue to the buffer; however it ends, its fate is recorded."""
+    try:
+        ref = await run_group(prompt, group_id=group_id, group_size=group_size)
+        if spool is not None:
+            await spool(ref)
+    except BaseException as error:
+        fate = buffer.fate(group_id)
+        if fate is not None and not fate.is_final:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            reason = "cancelled" if cancelled else f"{type(error).__name__}: {first_line(str(error))}"
+            buffer.forfeit(group_id, Fate.ABORTED, reason)
+        raise
+    buffer.put(ref)
+
+
+def _leaves(errors: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The distinct errors inside nested groups, in order; one error often ends several tasks."""
+    leaves: dict[int, BaseException] = {}
+    for error in errors.exceptions:
+        nested = isinstance(error, BaseExceptionGroup)
+        for leaf in _leaves(cast("BaseExceptionGroup[BaseException]", error)) if nested else [error]:
+            leaves.setdefault(id(leaf), leaf)
+    return list(leaves.values())

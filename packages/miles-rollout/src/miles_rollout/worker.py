@@ -1,0 +1,307 @@
+"""Runs the sibling episodes of a prompt against recording sessions, hundreds at once on one event loop.
+
+    permit ─▶ open session ─▶ env.run ─▶ permit back ─▶ read trajectories ─▶ close session ─▶ Episode
+                                 │
+              deadline: ctx.cancelled is set; deadline + grace: the environment is cancelled
+
+An episode that fails is data: an `Episode` with an error and no reward. Only cancellation of `run_group` itself
+raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from miles_tito import (
+    Ctx,
+    Env,
+    Episode,
+    EpisodeResult,
+    FinishReason,
+    Group,
+    GroupRef,
+    Outcome,
+    Policy,
+    Prompt,
+    Sampling,
+    Trajectory,
+    summarize,
+)
+
+from .config import RolloutConfig
+from .errors import RolloutConfigError
+
+logger = logging.getLogger(__name__)
+
+UNWIND_S = 2.0
+"""Seconds that a cancelled environment and a session that is being closed get before they are left behind."""
+
+
+class Sessions(Protocol):
+    """Recording sessions, as `miles_tito.client.SessionClient` offers them."""
+
+    async def open(
+        self,
+        session_id: str,
+        *,
+        sampling: Sampling,
+        metadata: Mapping[str, object] | None = None,
+        deadline_s: float | None = None,
+    ) -> Policy: ...
+
+    async def trajectories(self, session_id: str) -> tuple[Trajectory, ...]: ...
+
+    async def close(self, session_id: str) -> None: ...
+
+
+class Worker:
+    """Runs groups; one object serves any number of them at once."""
+
+    def __init__(
+        self,
+        *,
+        env: Env,
+        sessions: Sessions,
+        sampling: Sampling,
+        run_id: str,
+        episode_timeout_s: float,
+        permits: asyncio.Semaphore | int,
+        grace_s: float = 5.0,
+        retries: int = 1,
+    ) -> None:
+        """
+        Args:
+            permits: episodes that run at once; share one semaphore between workers of a process, or give a number.
+            grace_s: time after the deadline for the environment to end by itself.
+            retries: further attempts of an episode that ended with an infrastructure failure.
+        """
+        self._env = env
+        self._sessions = sessions
+        self._sampling = sampling
+        self._run_id = run_id
+        self._episode_timeout_s = episode_timeout_s
+        self._permits = asyncio.Semaphore(permits) if isinstance(permits, int) else permits
+        self._grace_s = grace_s
+        self._retries = retries
+        self._abandoned: set[asyncio.Task[EpisodeResult]] = set()
+        """Environments that swallowed their cancellation; the references keep them from vanishing unseen."""
+        self._num_running = 0
+        self._num_retried = 0
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, *, env: Env, sessions: Sessions, run_id: str, num_workers: int = 1
+    ) -> Worker:
+        """One of `num_workers` workers, with its share of the permits."""
+        if num_workers > config.max_concurrent_episodes:
+            raise RolloutConfigError(
+                f"{num_workers} workers cannot share {config.max_concurrent_episodes} permits "
+                "(`max_concurrent_episodes`): each needs at least one."
+            )
+        return cls(
+            env=env,
+            sessions=sessions,
+            sampling=config.sampling,
+            run_id=run_id,
+            episode_timeout_s=config.episode_timeout_s,
+            permits=config.max_concurrent_episodes // num_workers,
+            grace_s=config.deadline_grace_s,
+            retries=config.retries,
+        )
+
+    async def run_group(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str,
+        group_size: int,
+        attempt: int = 0,
+        sampling: Sampling | None = None,
+    ) -> Group:
+        """Run `group_size` episodes of `prompt` at once; never raises for a failed one.
+
+        Args:
+            group_id: letters, digits, `_`, `.`, `-`: it becomes part of session ids in URLs.
+            attempt: number of the first attempt, above those of an earlier issue of the same group.
+            sampling: for this group only, for example greedy for an evaluation.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", group_id):
+            raise ValueError(
+                f"Group id {group_id!r} must be made of letters, digits, '_', '.', '-': it goes into URLs."
+            )
+        if group_size < 1:
+            raise ValueError(f"`group_size` is {group_size}; a group has at least one episode.")
+        async with asyncio.TaskGroup() as running:
+            tasks = [
+                running.create_task(
+                    self._run_episode(prompt, group_id, index, attempt, sampling or self._sampling),
+                    name=f"episode {group_id}/{index}",
+                )
+                for index in range(group_size)
+            ]
+        return Group(id=group_id, prompt_id=prompt.id, episodes=tuple(task.result() for task in tasks))
+
+    async def run_group_ref(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str,
+        group_size: int,
+        attempt: int = 0,
+        sampling: Sampling | None = None,
+    ) -> GroupRef:
+        """`run_group` as a producer in the same process wants it: the summary, with the group as its handle."""
+        return summarize(
+            await self.run_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling)
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Episodes that run now; attempts repeated and environments left behind since the start."""
+        return {
+            "worker/running": float(self._num_running),
+            "worker/retried": float(self._num_retried),
+            "worker/abandoned": float(len(self._abandoned)),
+        }
+
+    async def _run_episode(
+        self, prompt: Prompt, group_id: str, index: int, first_attempt: int, sampling: Sampling
+    ) -> Episode:
+        """One episode with its retries; each attempt is a session of its own."""
+        last_attempt = first_attempt + self._retries
+        for attempt in range(first_attempt, last_attempt + 1):
+            ctx = Ctx(run_id=self._run_id, episode_id=f"{group_id}/{index}", attempt=attempt)
+            episode = await self._attempt(prompt, group_id, ctx, sampling)
+            if episode.outcome is not Outcome.INFRA_ABORT or attempt == last_attempt:
+                return episode
+            self._num_retried += 1
+            logger.warning("episode %s attempt %d failed and is retried: %s", episode.id, attempt, episode.error)
+        raise AssertionError("the last attempt returns")
+
+    async def _attempt(self, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Episode:
+        """One session from open to close, and what came of it."""
+        session_id = f"{ctx.episode_id.replace('/', '-')}.{ctx.attempt}"
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        trajectories: tuple[Trajectory, ...] = ()
+        try:
+            async with self._permits:
+                started = clock()
+                self._num_running += 1
+                try:
+                    policy = await self._open(session_id, prompt, group_id, ctx, sampling)
+                    result = await self._run_env(prompt, policy, ctx, deadline=started + self._episode_timeout_s)
+                finally:
+                    self._num_running -= 1
+            if result.outcome.has_reward:
+                recorded = await self._sessions.trajectories(session_id)
+                trajectories = tuple(t for t in recorded if t.finish_reason is not FinishReason.ABORT)
+                result = _check_recorded(result, num_recorded=len(recorded), trajectories=trajectories)
+        except Exception as error:  # the one boundary where a failed episode becomes data
+            result = _infra_abort(f"{type(error).__name__}: {error}")
+        finally:
+            ctx.cancelled.set()
+            await self._close(session_id)
+        return Episode(
+            id=ctx.episode_id,
+            prompt_id=prompt.id,
+            group_id=group_id,
+            outcome=result.outcome,
+            attempt=ctx.attempt,
+            reward=result.reward,
+            error=result.error,
+            trajectories=trajectories if result.outcome.has_reward else (),
+            metrics=dict(result.metrics),
+            seconds=clock() - started,
+        )
+
+    async def _open(self, session_id: str, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Policy:
+        metadata = {
+            "run_id": ctx.run_id,
+            "prompt_id": prompt.id,
+            "group_id": group_id,
+            "episode_id": ctx.episode_id,
+            "attempt": ctx.attempt,
+        }
+        async with asyncio.timeout(self._episode_timeout_s):
+            return await self._sessions.open(
+                session_id, sampling=sampling, metadata=metadata, deadline_s=self._episode_timeout_s
+            )
+
+    async def _run_env(self, prompt: Prompt, policy: Policy, ctx: Ctx, *, deadline: float) -> EpisodeResult:
+        """The environment's verdict, or an infrastructure failure once deadline and grace have passed."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(
+            self._env.run(prompt, policy, replace(ctx, deadline=deadline)), name=f"env {ctx.episode_id}"
+        )
+        try:
+            await asyncio.wait([task], timeout=max(0.0, deadline - loop.time()))
+            if not task.done():
+                ctx.cancelled.set()
+                await asyncio.wait([task], timeout=self._grace_s)
+            if not task.done():
+                await self._cancel(task)
+                return _infra_abort(
+                    f"the environment ignored its deadline: still running {self._grace_s:g} s after the "
+                    f"{self._episode_timeout_s:g} s of `episode_timeout_s`; it was cancelled"
+                )
+        except asyncio.CancelledError:
+            ctx.cancelled.set()
+            await self._cancel(task)
+            raise
+        return _verdict(task)
+
+    async def _cancel(self, task: asyncio.Task[EpisodeResult]) -> None:
+        """Cancel an environment; one that swallows the cancellation is left behind rather than waited for."""
+        task.cancel()
+        await asyncio.wait([task], timeout=UNWIND_S)
+        if task.done():
+            if not task.cancelled():
+                task.exception()  # what it says now no longer matters
+            return
+        logger.warning("%s swallowed its cancellation and is left behind", task.get_name())
+        self._abandoned.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[EpisodeResult]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _close(self, session_id: str) -> None:
+        """Close the session; a finished episode is not lost because this fails."""
+        try:
+            async with asyncio.timeout(UNWIND_S):
+                await self._sessions.close(session_id)
+        except Exception as error:  # the session server forgets it at its own deadline
+            logger.warning("session %s was not closed: %s: %s", session_id, type(error).__name__, error)
+
+
+def _verdict(task: asyncio.Task[EpisodeResult]) -> EpisodeResult:
+    """What a finished environment returned; raises what it raised."""
+    if task.cancelled():
+        return _infra_abort("the environment cancelled itself")
+    result = task.result()
+    if not isinstance(result, EpisodeResult):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's class)
+        raise TypeError(f"env.run returned {type(result).__name__}; it must return an EpisodeResult")
+    return result
+
+
+def _check_recorded(result: EpisodeResult, *, num_recorded: int, trajectories: tuple[Trajectory, ...]) -> EpisodeResult:
+    """A reward without a single sampled token trains nothing, and says that something is broken."""
+    if any(t.num_loss_tokens for t in trajectories):
+        return result
+    if num_recorded > len(trajectories):
+        return _infra_abort(f"all of its {num_recorded} trajectories were aborted by the engine")
+    return _infra_abort(
+        f"the environment gave the reward {result.reward} but its session recorded no sampled token; "
+        "it has to send its model calls to `policy.base_url`"
+    )
+
+
+def _infra_abort(error: str) -> EpisodeResult:
+    return EpisodeResult(outcome=Outcome.INFRA_ABORT, error=error)
