@@ -120,7 +120,7 @@ install() {
     pip_install --requirements scripts/without-dependencies.txt || fail "installing SGLang failed; $offline."
     step "compiling the large packages, so that the first start is as quick as the second"
     (cd "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
-        ../../../bin/python -W ignore -m compileall -q -j 0 torch transformers sglang ray numpy scipy) || true
+        ../../../bin/python -W ignore -m compileall -qq -j 0 torch transformers sglang ray numpy scipy) || true
     step "the seven packages of this repository, editable"
     for package in . packages/*/; do
         editable+=(--editable "$package")
