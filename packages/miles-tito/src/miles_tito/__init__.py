@@ -1,6 +1,23 @@
 """Token-in-token-out: records, sessions and exact joins."""
 
-from .errors import EngineError, MilesError, MissingDependency, RecordError, SampleError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    EngineError,
+    MilesError,
+    MissingDependency,
+    RecordError,
+    RequestError,
+    SampleError,
+    SessionError,
+    TemplateError,
+    TokenizerError,
+    WireError,
+)
+from .export import to_samples
 from .records import (
     UNKNOWN_VERSION,
     Ctx,
@@ -21,6 +38,33 @@ from .records import (
 )
 from .summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
 
+if TYPE_CHECKING:
+    from .client import SessionClient
+    from .engine import SGLangEngine
+    from .probe import Finding, probe_template
+    from .server import create_app
+    from .session import Session
+    from .tokenizer import Tokenizer, load_tokenizer
+
+_LAZY = {
+    "Finding": "probe",
+    "SGLangEngine": "engine",
+    "Session": "session",
+    "SessionClient": "client",
+    "Tokenizer": "tokenizer",
+    "create_app": "server",
+    "load_tokenizer": "tokenizer",
+    "probe_template": "probe",
+}
+"""Names whose modules load more than records need."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "UNKNOWN_VERSION",
     "Ctx",
@@ -29,6 +73,7 @@ __all__ = [
     "Episode",
     "EpisodeResult",
     "EpisodeSummary",
+    "Finding",
     "FinishReason",
     "Group",
     "GroupRef",
@@ -39,12 +84,25 @@ __all__ = [
     "Policy",
     "Prompt",
     "RecordError",
+    "RequestError",
+    "SGLangEngine",
     "Sample",
     "SampleError",
     "Sampling",
+    "Session",
+    "SessionClient",
+    "SessionError",
+    "TemplateError",
+    "Tokenizer",
+    "TokenizerError",
     "Trajectory",
     "TrajectoryKind",
     "TrajectorySummary",
     "VersionSpan",
+    "WireError",
+    "create_app",
+    "load_tokenizer",
+    "probe_template",
     "summarize",
+    "to_samples",
 ]

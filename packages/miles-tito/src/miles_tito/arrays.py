@@ -9,9 +9,7 @@ import numpy as np
 from .errors import RecordError
 
 
-def readonly(
-    value: Any, dtype: Any, name: str, *, ndim: int, error: type[RecordError] = RecordError
-) -> np.ndarray:
+def readonly(value: Any, dtype: Any, name: str, *, ndim: int, error: type[RecordError] = RecordError) -> np.ndarray:
     """`value` as a read-only array of `dtype` (None keeps its own); refuses casts that lose values.
 
     An array of the right type is viewed, not copied.
@@ -26,9 +24,7 @@ def readonly(
     return view
 
 
-def per_token(
-    value: Any, dtype: Any, name: str, length: int, *, error: type[RecordError] = RecordError
-) -> np.ndarray:
+def per_token(value: Any, dtype: Any, name: str, length: int, *, error: type[RecordError] = RecordError) -> np.ndarray:
     """A read-only 1-D array with one entry for each of `length` tokens."""
     array = readonly(value, dtype, name, ndim=1, error=error)
     if len(array) != length:

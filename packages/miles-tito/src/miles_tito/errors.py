@@ -31,3 +31,43 @@ class EngineError(MilesError, RuntimeError):
         super().__init__(message)
         self.status = status
         self.retryable = retryable
+
+
+class WireError(RecordError):
+    """Bytes on the wire or on disk are torn, foreign, or from a newer schema."""
+
+
+class TokenizerError(MilesError, ValueError):
+    """A tokenizer folder cannot be used; the message names the file."""
+
+
+class TemplateError(MilesError, ValueError):
+    """A chat template refuses a conversation, or cannot guarantee exact joins."""
+
+
+class RequestError(MilesError, ValueError):
+    """A chat request cannot be served as asked.
+
+    Attributes:
+        status: HTTP status to answer with.
+        code: short machine-readable name of the problem.
+        param: the request field at fault, or None.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class SessionError(MilesError, RuntimeError):
+    """A session server refused a call or did not answer.
+
+    Attributes:
+        status: HTTP status of the answer, or None when there was none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status

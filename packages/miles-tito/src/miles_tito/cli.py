@@ -1,0 +1,68 @@
+"""The console script `miles-tito`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit status."""
+    from .errors import MilesError
+
+    args = _parser().parse_args(argv)
+    try:
+        asyncio.run(_serve(args))
+    except MilesError as error:
+        print(f"miles-tito: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="miles-tito", description="Token-in-token-out sessions for agents.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="run a session server in front of an engine")
+    serve.add_argument("--engine", required=True, help="URL of an SGLang server, or of the router before several")
+    serve.add_argument("--tokenizer", required=True, help="folder with tokenizer.json and the chat template")
+    serve.add_argument("--family", default="auto", help="model family; auto proves the template (default)")
+    serve.add_argument("--model", default="policy", help="model name that answers carry (default: policy)")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8300, help="0 takes a free one (default: 8300)")
+    serve.add_argument("--max-context", type=int, help="default: max_position_embeddings of the folder's config.json")
+    serve.add_argument("--temperature", type=float, default=1.0, help="for sessions that open without sampling")
+    serve.add_argument("--max-tokens", type=int, default=512, help="a turn, for sessions that open without sampling")
+    serve.add_argument("--api-key", help="needed to open sessions; none: anybody may")
+    serve.add_argument("--engine-api-key")
+    serve.add_argument("--idle-timeout-s", type=float, default=3600.0, help="forget a session unused for this long")
+    return parser
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from .engine import SGLangEngine
+    from .records import Sampling
+    from .server import create_app, serve
+    from .tokenizer import load_tokenizer, read_max_context
+
+    max_context: int = args.max_context or read_max_context(args.tokenizer)
+    app = create_app(
+        engine=SGLangEngine(args.engine, api_key=args.engine_api_key),
+        tokenizer=load_tokenizer(args.tokenizer),
+        family=args.family,
+        model=args.model,
+        max_context=max_context,
+        default_sampling=Sampling(temperature=args.temperature, max_tokens=args.max_tokens),
+        api_key=args.api_key,
+        idle_timeout_s=args.idle_timeout_s,
+    )
+    await serve(
+        app,
+        host=args.host,
+        port=args.port,
+        ready=lambda url: print(f"miles-tito: serving {url} (context {max_context}), Ctrl-C ends it", flush=True),
+        signals=True,
+    )

@@ -1,0 +1,1 @@
+"""Wire dialects of chat clients."""

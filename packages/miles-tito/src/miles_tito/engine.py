@@ -1,0 +1,231 @@
+"""The client of an SGLang server (0.5.23 and later): `/generate` with ids in and ids, log-probs, versions out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from .errors import EngineError, MissingDependency
+from .generation import Engine, GenerateRequest, Generation, one_version
+from .records import UNKNOWN_VERSION, FinishReason, VersionSpan
+
+__all__ = ["Engine", "GenerateRequest", "Generation", "SGLangEngine"]
+
+_ABORT_TIMEOUT_S = 5.0
+
+
+class SGLangEngine:
+    """One SGLang server, or a router in front of several."""
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, max_connections: int = 1024, timeout_s: float = 900.0
+    ) -> None:
+        """`timeout_s` bounds the silence on one call, a pause for a weight update included."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingDependency("pip install 'miles-tito[server]'") from error
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._transport_error = httpx.TransportError
+        self._timeout_error = httpx.ReadTimeout
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            trust_env=False,  # a proxy between two processes of one run is never meant
+        )
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One call, whole; see `miles_tito.generation.Engine`."""
+        with self._errors(request):
+            response = await self._http.post(
+                "/generate", content=_body(request, stream=False), headers=_headers(request)
+            )
+            self._check_status(response.status_code, response.content, request)
+        return _Progress(request).advance(_json(response.content, request))
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
+        """One call in pieces; see `miles_tito.generation.Engine`."""
+        progress = _Progress(request)
+        ended = False
+        try:
+            with self._errors(request):
+                async with self._http.stream(
+                    "POST", "/generate", content=_body(request, stream=True), headers=_headers(request)
+                ) as response:
+                    if response.status_code != 200:
+                        self._check_status(response.status_code, await response.aread(), request)
+                    async for line in response.aiter_lines():
+                        if not line.startswith("data:") or line == "data: [DONE]":
+                            continue
+                        piece = progress.advance(_json(line[5:].encode(), request))
+                        ended = piece.finish_reason is not None
+                        yield piece
+                        if ended:
+                            return
+            raise EngineError(
+                f"{self.url} ended the stream of {request.rid} after {progress.sent} tokens without a finish reason.",
+                retryable=True,
+            )
+        except GeneratorExit:
+            if not ended:  # closed half-way
+                self._abort_soon(request.rid)
+            raise
+
+    async def abort(self, rid: str) -> None:
+        """End the call `rid` if it runs."""
+        # The closed connection ends the call as well, and a router may not pass this on: best effort.
+        with contextlib.suppress(self._transport_error):
+            await self._http.post("/abort_request", json={"rid": rid}, timeout=_ABORT_TIMEOUT_S)
+
+    async def aclose(self) -> None:
+        """Wait for aborts under way, then close all connections."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
+        await self._http.aclose()
+
+    def _abort_soon(self, rid: str) -> None:
+        task = asyncio.get_running_loop().create_task(self.abort(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    @contextlib.contextmanager
+    def _errors(self, request: GenerateRequest) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._abort_soon(request.rid)
+            raise
+        except self._timeout_error as error:
+            self._abort_soon(request.rid)
+            raise EngineError(
+                f"{self.url} was silent for {self._timeout_s:g} s on {request.rid} ({len(request.input_ids)} tokens in)."
+            ) from error
+        except self._transport_error as error:
+            raise EngineError(
+                f"{self.url} did not answer {request.rid}: {type(error).__name__} {error}", retryable=True
+            ) from error
+
+    def _check_status(self, status: int, content: bytes, request: GenerateRequest) -> None:
+        if status == 200:
+            return
+        text = content[:500].decode(errors="replace")
+        # Our own earlier sending can still hold the id for a moment after its connection broke.
+        retryable = status in (502, 503, 504) or "Duplicate request ID" in text
+        raise EngineError(
+            f"{self.url} answered {status} to {request.rid} ({len(request.input_ids)} tokens in, up to "
+            f"{request.max_new_tokens} out): {text}",
+            status=status,
+            retryable=retryable,
+        )
+
+
+class _Progress:
+    """Reads answers that repeat what came before (streams do by default) or do not."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self.sent = 0
+
+    def advance(self, answer: Mapping[str, Any]) -> Generation:
+        """The part of `answer` that is new."""
+        if "meta_info" not in answer:
+            detail = answer.get("error", answer)
+            raise EngineError(f"The engine failed on {self._request.rid}: {detail!s:.500}")
+        meta = cast("Mapping[str, Any]", answer["meta_info"])
+        ids = cast("list[int]", answer.get("output_ids", []))
+        rows = cast("list[list[Any]]", meta.get("output_token_logprobs") or [])
+        total = int(meta.get("completion_tokens", self.sent + len(ids)))
+        new = total - self.sent
+        if new < 0 or len(ids) < new or len(rows) < new:
+            raise EngineError(
+                f"The answer to {self._request.rid} counts {total} tokens after {self.sent}, but brings {len(ids)} ids "
+                f"and {len(rows)} log-probs."
+            )
+        ids, rows = ids[len(ids) - new :], rows[len(rows) - new :]
+        if [row[1] for row in rows] != ids:
+            raise EngineError(f"Log-probs and ids of {self._request.rid} name different tokens.")
+        piece = Generation(
+            output_ids=np.asarray(ids, np.int32),
+            logprobs=np.asarray([row[0] for row in rows], np.float32),
+            versions=_versions(meta, self.sent, total),
+            finish_reason=self._finish(meta.get("finish_reason")),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+        )
+        self.sent = total
+        return piece
+
+    def _finish(self, reason: Any) -> FinishReason | None:
+        if reason is None:
+            return None
+        fields = cast("Mapping[str, Any]", reason)
+        if fields["type"] == "abort" and fields.get("status_code"):
+            raise EngineError(
+                f"The engine gave {self._request.rid} up: {fields.get('message')}", status=int(fields["status_code"])
+            )
+        try:
+            return FinishReason(fields["type"])
+        except ValueError as error:
+            raise EngineError(f"Unknown finish reason {fields} of {self._request.rid}.") from error
+
+
+def _versions(meta: Mapping[str, Any], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """Spans over tokens [start, end) of the call, counted from `start`."""
+    spans = cast("list[Mapping[str, Any]] | None", meta.get("weight_versions"))
+    if not spans:
+        return one_version(end - start, _version(meta.get("weight_version")))
+    return tuple(
+        VersionSpan(start=first - start, end=last - start, version=_version(span["version"]))
+        for span in spans
+        if (first := max(int(span["start"]), start)) < (last := min(int(span["end"]), end))
+    )
+
+
+def _version(text: Any) -> int:
+    """SGLang's versions are free text ("default" at start); ours are numbers."""
+    return int(text) if str(text).isdecimal() else UNKNOWN_VERSION
+
+
+def _body(request: GenerateRequest, *, stream: bool) -> bytes:
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": request.max_new_tokens,
+        "stop_token_ids": list(request.stop_token_ids),
+        "stop": list(request.stop),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return msgspec.json.encode(
+        {
+            "rid": request.rid,
+            "input_ids": request.input_ids.tolist(),
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": stream,
+        }
+    )
+
+
+def _headers(request: GenerateRequest) -> dict[str, str]:
+    return {"Content-Type": "application/json", "X-SMG-Routing-Key": request.session_id}
+
+
+def _json(content: bytes, request: GenerateRequest) -> Mapping[str, Any]:
+    try:
+        return cast("Mapping[str, Any]", msgspec.json.decode(content))
+    except msgspec.DecodeError as error:
+        raise EngineError(f"The answer to {request.rid} is no JSON: {content[:200]!r}.", retryable=False) from error

@@ -1,0 +1,288 @@
+"""One episode's conversation with the policy: messages in, exact ids recorded, trajectories out.
+
+    plan (match history) ─▶ encode (may run in a thread) ─▶ begin ─▶ … sampling … ─▶ commit | discard
+
+A session changes only in `begin`, `commit` and `discard`; whatever is wrong with a request shows before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from .errors import RequestError, TemplateError
+from .families.parser import TurnParser
+from .generation import GenerateRequest, Generation
+from .merge import Joiner, Setting
+from .messages import value_key
+from .reader import TurnReader
+from .records import FinishReason, Message, Sampling, Trajectory, TrajectoryKind, VersionSpan
+from .tree import Match, Node, Tree
+
+Picker = Callable[[Trajectory], bool]
+"""Whether a trajectory is handed out for training."""
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}")
+
+
+def default_picker(trajectory: Trajectory) -> bool:
+    """Leaves out what the agent's own bookkeeping made: repeated requests and title calls."""
+    return trajectory.kind not in (TrajectoryKind.RETRY, TrajectoryKind.TITLE)
+
+
+PICKERS: dict[str, Picker] = {"default": default_picker, "all": lambda trajectory: True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request that was checked and matched, and changed nothing yet."""
+
+    messages: tuple[Message, ...]
+    setting: Setting
+    match: Match
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for requests with the same messages, tools and template variables."""
+        return self.match.path
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn:
+    """A running turn: the request for the engine, and what reads its answer."""
+
+    node: Node
+    request: GenerateRequest
+    reader: TurnReader
+    setting: Setting
+    pieces: list[Generation] = field(default_factory=list[Generation])
+
+
+class Session:
+    """Records turns as a tree of exact ids. No I/O; one thread at a time, `encode` excepted."""
+
+    def __init__(
+        self,
+        session_id: str,
+        joiner: Joiner,
+        *,
+        max_context: int,
+        sampling: Sampling | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        """
+        Args:
+            max_context: tokens of prompt and completion together that the engine takes.
+            sampling: pinned for all turns.
+            now: the date that templates print; by default the moment the session opens, for all its turns.
+        """
+        if not _ID.fullmatch(session_id):
+            raise RequestError(
+                f"Session id {session_id!r} must be 1 to 200 letters, digits or any of . _ ~ : @ + - and start with a "
+                "letter or digit.",
+                code="invalid_session_id",
+                param="session_id",
+            )
+        self.id = session_id
+        self.joiner = joiner
+        self.sampling = sampling or Sampling()
+        self.max_context = max_context
+        self.metadata = dict(metadata or {})
+        self.discarded = 0
+        """Turns given up: the client left, the engine failed, or the session closed."""
+        self._now = now or datetime.now().astimezone()
+        self._tree = Tree()
+
+    @property
+    def num_turns(self) -> int:
+        return sum(node.is_done for node in self._tree.nodes)
+
+    def plan(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Match normalized `messages` against what was recorded."""
+        setting = Setting(tools=tuple(tools), variables=dict(variables or {}), now=self._now)
+        # Another list of tools stands at the top of the prompt: nothing recorded can be continued.
+        seed = value_key([list(setting.tools), dict(setting.variables)])
+        split = tuple(self._split_reasoning(message) for message in messages)
+        return Plan(messages=split, setting=setting, match=self._tree.match(split, seed))
+
+    def encode(self, plan: Plan) -> np.ndarray:
+        """[N] int32, the ids that `plan` puts behind the turn it continues. Pure, so it may run in a thread.
+
+        Raises:
+            RequestError: the chat template refuses the messages.
+        """
+        node = plan.match.node
+        try:
+            if node is None:
+                return self.joiner.start(plan.messages, plan.setting)
+            closed = bool(len(node.completion_ids)) and int(node.completion_ids[-1]) == self.joiner.close_id
+            return self.joiner.extend(plan.messages[plan.match.num_messages :], plan.setting, closed=closed)
+        except TemplateError as error:
+            raise RequestError(str(error), code="invalid_messages", param="messages") from error
+
+    def begin(
+        self,
+        plan: Plan,
+        prompt_ids: np.ndarray,
+        *,
+        rid: str,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """Start the turn that `plan` describes.
+
+        Raises:
+            RequestError: the prompt leaves no room in the context.
+        """
+        node = plan.match.node
+        length = (node.num_ids if node else 0) + len(prompt_ids)
+        if length >= self.max_context:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_context} tokens, and the messages take {length}; "
+                "no room is left for a reply. Shorten the conversation.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        budget = min(self.sampling.max_tokens, max_tokens or self.sampling.max_tokens, self.max_context - length)
+        stops = (*self.sampling.stop, *stop)
+        new = self._tree.add(plan.match, len(plan.messages), prompt_ids)
+        request = GenerateRequest(
+            rid=rid,
+            session_id=self.id,
+            input_ids=np.concatenate([*_ids(node.lineage if node else []), prompt_ids]),
+            sampling=self.sampling,
+            max_new_tokens=budget,
+            stop_token_ids=tuple(sorted({*self.joiner.stop_ids, *self.sampling.stop_token_ids, *stop_token_ids})),
+            stop=stops,
+        )
+        reader = TurnReader(
+            self.joiner.tokenizer,
+            self.joiner.family,
+            tools=bool(plan.setting.tools),
+            in_reasoning=self.joiner.opens_reasoning(plan.setting),
+            stop=stops,
+        )
+        return Turn(node=new, request=request, reader=reader, setting=plan.setting)
+
+    def commit(self, turn: Turn, generation: Generation) -> Node:
+        """Record the whole answer to `turn`, whose reader has read it."""
+        node = turn.node
+        reply = turn.reader.message(f"call_{turn.request.rid}")
+        finish = generation.finish_reason
+        assert finish is not None, "only a finished generation is recorded"
+        node.completion_ids = generation.output_ids
+        node.logprobs = generation.logprobs
+        node.versions = generation.versions
+        calls = finish is FinishReason.STOP and reply.get("tool_calls")
+        node.finish_reason = FinishReason.TOOL_CALLS if calls else finish
+        self._tree.commit(node, reply)
+        return node
+
+    def discard(self, turn: Turn) -> None:
+        """Give a running turn up; nothing of it is recorded but the count."""
+        self._tree.discard(turn.node)
+        self.discarded += 1
+
+    def trajectories(self, picker: Picker = default_picker) -> tuple[Trajectory, ...]:
+        """One trajectory a leaf. A turn that several leaves share is trained in the first of those picked."""
+        return self.assemble(self.lineages(), picker)
+
+    def lineages(self) -> list[list[Node]]:
+        """The path to each leaf as recorded now."""
+        return [leaf.lineage for leaf in self._tree.leaves()]
+
+    def assemble(self, lineages: Sequence[list[Node]], picker: Picker = default_picker) -> tuple[Trajectory, ...]:
+        """The trajectories of `lineages`; touches nothing that changes, so it may run in a thread."""
+        trained: set[int] = set()
+        picked: list[Trajectory] = []
+        for nodes in lineages:
+            trajectory = self._trajectory(nodes, trained)
+            if picker(trajectory):
+                picked.append(trajectory)
+                trained.update(node.id for node in nodes)
+        return tuple(picked)
+
+    def describe(self) -> dict[str, Any]:
+        """The tree as plain data, without ids."""
+        return {
+            "session_id": self.id,
+            "family": self.joiner.family.name,
+            "num_turns": self.num_turns,
+            "num_running": sum(not node.is_done for node in self._tree.nodes),
+            "num_discarded": self.discarded,
+            "metadata": self.metadata,
+            "nodes": [
+                {
+                    "id": node.id,
+                    "parent": node.parent.id if node.parent else None,
+                    "trajectory": f"{self.id}:{node.branch}",
+                    "kind": str(node.kind),
+                    "num_prompt_tokens": len(node.prompt_ids),
+                    "num_completion_tokens": len(node.completion_ids),
+                    "finish_reason": str(node.finish_reason) if node.finish_reason else None,
+                    "versions": [[span.start, span.end, span.version] for span in node.versions],
+                }
+                for node in self._tree.nodes
+            ],
+        }
+
+    def _trajectory(self, nodes: list[Node], trained: set[int]) -> Trajectory:
+        leaf = nodes[-1]
+        spans: list[VersionSpan] = []
+        start = 0
+        for node in nodes:
+            start += len(node.prompt_ids)
+            spans += [VersionSpan(start=s.start + start, end=s.end + start, version=s.version) for s in node.versions]
+            start += len(node.completion_ids)
+        opening = next((n for n in reversed(nodes) if n.parent is None or n.parent.branch != n.branch), nodes[0])
+        return Trajectory(
+            id=f"{self.id}:{leaf.branch}",
+            tokens=np.concatenate(_ids(nodes)),
+            loss_mask=np.concatenate(
+                [
+                    part
+                    for n in nodes
+                    for part in (np.zeros(len(n.prompt_ids), bool), np.full(len(n.completion_ids), n.id not in trained))
+                ]
+            ),
+            logprobs=np.concatenate(
+                [part for n in nodes for part in (np.zeros(len(n.prompt_ids), np.float32), n.logprobs)]
+            ),
+            versions=tuple(spans),
+            parent_id=f"{self.id}:{opening.parent.branch}" if opening.parent else None,
+            kind=leaf.kind,
+            # A greedy engine reports log-probs at temperature 1.
+            temperature=self.sampling.temperature or 1.0,
+            finish_reason=leaf.finish_reason or FinishReason.ABORT,
+            metadata={**self.metadata, "num_turns": len(nodes)},
+        )
+
+    def _split_reasoning(self, message: Message) -> Message:
+        """Some clients replay reasoning inside the content, between its marks."""
+        marks = self.joiner.family.reasoning
+        if message["role"] != "assistant" or marks is None or marks[1] not in message["content"]:
+            return message
+        if "reasoning_content" in message:
+            return message
+        parser = TurnParser(self.joiner.family, tools=False, in_reasoning=marks[0] not in message["content"])
+        parser.feed(message["content"])
+        parser.finish()
+        return {**message, **parser.message("")}
+
+
+def _ids(nodes: Sequence[Node]) -> list[np.ndarray]:
+    """The ids of a path, turn by turn."""
+    return [ids for node in nodes for ids in (node.prompt_ids, node.completion_ids)]

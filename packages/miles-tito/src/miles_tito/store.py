@@ -1,0 +1,68 @@
+"""All sessions of one server, by id, until they end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from .errors import RequestError
+from .live import LiveSession
+
+
+class SessionStore:
+    """Holds sessions, closes those past their deadline, forgets those that nobody used for long."""
+
+    def __init__(self, *, idle_timeout_s: float) -> None:
+        self._idle_timeout_s = idle_timeout_s
+        self._sessions: dict[str, LiveSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(live.session.num_turns for live in self._sessions.values())
+
+    def add(self, live: LiveSession) -> None:
+        if live.session.id in self._sessions:
+            raise RequestError(
+                f"Session {live.session.id!r} is open already; close it first or choose another id.",
+                status=409,
+                code="session_exists",
+                param="session_id",
+            )
+        self._sessions[live.session.id] = live
+
+    def get(self, session_id: str) -> LiveSession:
+        live = self._sessions.get(session_id)
+        if live is None:
+            raise RequestError(
+                f"No session {session_id!r} here: never opened, closed, or unused for {self._idle_timeout_s:g} s.",
+                status=404,
+                code="session_not_found",
+            )
+        live.last_used = time.monotonic()
+        return live
+
+    async def remove(self, session_id: str) -> None:
+        live = self._sessions.pop(session_id, None)
+        if live:
+            await live.close("The session was closed.")
+
+    async def clear(self) -> None:
+        for session_id in list(self._sessions):
+            await self.remove(session_id)
+
+    async def sweep(self) -> None:
+        """One round of ending what is due."""
+        now = time.monotonic()
+        for session_id, live in list(self._sessions.items()):
+            if live.deadline is not None and now >= live.deadline and not live.expired:
+                await live.close("The deadline of this session has passed.")
+            if not live.is_busy and now - live.last_used >= self._idle_timeout_s:
+                await self.remove(session_id)
+
+    async def sweep_forever(self, every_s: float = 1.0) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await self.sweep()
