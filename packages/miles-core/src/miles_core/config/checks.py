@@ -1,0 +1,108 @@
+"""What no single section can check: that the sections fit together, and fit this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Collection, Iterator
+from typing import Literal
+
+from .keys import KeyPath
+from .schema import Config
+
+Kind = Literal["rl", "sft"]
+
+
+def check(config: Config, kind: Kind | None) -> Iterator[tuple[KeyPath, str]]:
+    """Each contradiction: the key to change, and why."""
+    yield from _lengths(config)
+    yield from _trackers(config)
+    if kind is not None:
+        if config.model.path is None and config.model.builder is None:
+            yield (
+                ("model", "path"),
+                "is not set. Set it to a Hugging Face folder, or model.builder to an import string.",
+            )
+        yield from _rl(config) if kind == "rl" else _sft(config)
+    if config.sft.steps and config.sft.data is None:
+        yield ("sft", "data"), f"is not set but sft.steps is {config.sft.steps}. Set it to `module:function`."
+
+
+def warnings(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iterator[str]:
+    """What is allowed but does nothing, or is likely not meant. `given` are the keys that somebody set."""
+    cpus = os.cpu_count() or 1
+    if config.train.device == "cpu" and config.train.ranks > cpus:
+        yield f"train.ranks is {config.train.ranks} on a machine with {cpus} CPUs: ranks will take turns."
+    if kind == "sft":
+        unused = sorted(
+            {path[0] for path in given} & {"rollout", "engines", "sync", "sessions", "workers", "eval", "env"}
+        )
+        if unused:
+            yield f"{', '.join(unused)}: `miles sft` starts no engines and runs no environments; these have no effect."
+        return
+    if config.train.minibatches > 1 and config.train.loss.clip_high >= 1:
+        yield "train.minibatches is above 1 but clipping is so wide that later steps are hardly bounded."
+    if kind == "rl" and not config.eval.enabled:
+        yield "eval is off: nothing will tell learning from overfitting."
+    if kind == "rl" and not config.sft.steps and any(path[0] == "sft" and len(path) > 1 for path in given):
+        yield "sft.steps is 0: the other keys of sft have no effect."
+
+
+def _lengths(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    context = config.model.max_context
+    if context is None:
+        return
+    samplings = {"rollout": config.rollout.sampling, "eval": config.eval.sampling}
+    for section, sampling in samplings.items():
+        if sampling is not None and sampling.max_tokens >= context:
+            yield (
+                (section, "sampling", "max_tokens"),
+                f"is {sampling.max_tokens} but model.max_context is {context}: no token is left for the prompt.",
+            )
+    if config.train.token_budget < context:
+        yield (
+            ("train", "token_budget"),
+            f"is {config.train.token_budget} but model.max_context is {context}: a full conversation must fit into one "
+            "micro-batch. Raise the budget or lower the context.",
+        )
+
+
+def _trackers(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    wanted = {
+        "tensorboard": config.monitor.tensorboard,
+        "wandb": config.monitor.wandb.enabled,
+        "trackio": config.monitor.trackio.enabled,
+    }
+    for name, is_on in wanted.items():
+        if is_on and importlib.util.find_spec(name) is None:
+            yield ("monitor", name), f"is on but {name} is not installed: pip install 'miles-core[{name}]'."
+
+
+def _rl(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    if config.env.target is None:
+        yield ("env", "target"), "is not set. Set it to `module:function` that returns an environment."
+    if not any(engine.role == "rollout" for engine in config.engines.values()):
+        yield ("engines",), 'has no engine with role = "rollout"; nothing would generate.'
+    if config.train.loss.kind == "sft":
+        yield ("train", "loss", "kind"), 'is "sft", which ignores rewards. Use "policy", or `miles sft`.'
+    if config.rollout.sampling.temperature == 0:
+        yield (
+            ("rollout", "sampling", "temperature"),
+            f"is 0: the {config.rollout.group_size} siblings of a group would be alike and teach nothing. Use 1.0.",
+        )
+    episodes = config.rollout.groups_per_step * config.rollout.group_size
+    if config.train.minibatches > episodes:
+        yield (
+            ("train", "minibatches"),
+            f"is {config.train.minibatches} but a batch has {episodes} episodes "
+            f"({config.rollout.groups_per_step} groups of {config.rollout.group_size}).",
+        )
+    if config.train.ranks > episodes:
+        yield ("train", "ranks"), f"is {config.train.ranks} but a batch has only {episodes} episodes."
+
+
+def _sft(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    if not config.sft.steps:
+        yield ("sft", "steps"), "is 0; `miles sft` needs at least 1."
+    if config.sft.data is None and not config.sft.steps:
+        yield ("sft", "data"), "is not set. Set it to `module:function` that returns conversations."

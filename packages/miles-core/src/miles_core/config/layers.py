@@ -1,0 +1,160 @@
+"""From the words of a command line to one table: files in the order given, then overrides; the last one wins.
+
+@ recipe.toml @ mine.toml --rollout.group-size 16 --train.loss.kind=policy --eval.at-start
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+from .keys import KeyPath, names_at, options, type_at
+from .problems import Problem, suggestion
+from .schema import Config
+
+
+@dataclass
+class Layers:
+    """The merged table, and for every key who set it last."""
+
+    table: dict[str, Any] = field(default_factory=dict)
+    sources: dict[KeyPath, str] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def merge(self, table: Mapping[str, Any], source: str, path: KeyPath = ()) -> None:
+        """Lay `table` over what is there; tables are merged, everything else is replaced."""
+        for name, value in table.items():
+            here = (*path, name)
+            self.sources[here] = source
+            if isinstance(value, Mapping):
+                if not isinstance(get(self.table, here), dict):
+                    put(self.table, here, {})
+                self.merge(value, source, here)
+            else:
+                put(self.table, here, None if _means_none(value, here) else value)
+
+
+def read_layers(words: Sequence[str]) -> Layers:
+    """Every file and override of `words`; what cannot be read is a problem, and the rest is read all the same."""
+    layers = Layers()
+    overrides: list[tuple[str, str | None]] = []
+    for kind, first, second in _split(words):
+        if kind == "file":
+            _read_file(first, layers)
+        elif kind == "override":
+            overrides.append((first, second))
+        else:
+            layers.problems.append(
+                Problem(first, "", "is no setting. Write `@ FILE` for a file, `--key value` for a key.")
+            )
+    for flag, text in overrides:
+        path = key_path(flag)
+        annotation = type_at(Config, path)
+        if text is None and annotation is not None and bool not in options(annotation):
+            layers.problems.append(Problem(f"--{flag}", ".".join(path), "needs a value."))
+            continue
+        value = True if text is None else parse_value(text, annotation)
+        layers.merge(_nest(path, value), f"--{flag}")
+    return layers
+
+
+def recipe_names() -> list[str]:
+    """The recipes that are shipped, by name."""
+    folder = importlib.resources.files("miles_core") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def find_file(name: str) -> Path | None:
+    """The file `name`, or the shipped recipe of that name; None where there is neither."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    recipe = Path(str(importlib.resources.files("miles_core"))) / "recipes" / f"{name.removesuffix('.toml')}.toml"
+    return recipe if "/" not in name and recipe.is_file() else None
+
+
+def key_path(flag: str) -> KeyPath:
+    """`rollout.group-size` -> ("rollout", "group_size"); names that the user chose stay as they are."""
+    path: KeyPath = ()
+    for part in flag.split("."):
+        underscored = part.replace("-", "_")
+        path = (*path, underscored if underscored in names_at(Config, path) else part)
+    return path
+
+
+def parse_value(text: str, annotation: Any) -> Any:
+    """The value that `text` means for a key of this type; text that is no such value is kept for validation to name."""
+    members = [option for option in options(annotation) if option is not type(None)]
+    if all(option is str or get_origin(option) is Literal for option in members):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def get(table: Mapping[str, Any], path: KeyPath) -> Any:
+    """The value at `path`, None where there is none."""
+    value: Any = table
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def put(table: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Set the value at `path`, making tables on the way."""
+    for name in path[:-1]:
+        if not isinstance(table.get(name), dict):
+            table[name] = {}
+        table = table[name]
+    table[path[-1]] = value
+
+
+def _split(words: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "@":
+            yield ("file", rest.pop(0), None) if rest else ("stray", "@", None)
+        elif word.startswith("@"):
+            yield "file", word[1:], None
+        elif word.startswith("--") and len(word) > 2:
+            flag, equals, text = word[2:].partition("=")
+            if not equals and rest and not rest[0].startswith(("--", "@")):
+                text, equals = rest.pop(0), "="
+            yield "override", flag, text if equals else None
+        else:
+            yield "stray", word, None
+
+
+def _read_file(name: str, layers: Layers) -> None:
+    path = find_file(name)
+    if path is None:
+        hint = suggestion(name, recipe_names())
+        message = f"is neither a file nor a recipe.{hint} Recipes: {', '.join(recipe_names()) or 'none'}."
+        layers.problems.append(Problem(name, "", message))
+        return
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        layers.problems.append(Problem(name, "", f"is not TOML: {error}."))
+        return
+    layers.files.append(path)
+    layers.merge(table, name)
+
+
+def _means_none(value: Any, path: KeyPath) -> bool:
+    """TOML has no null: the text "none" is one, for keys that may be absent."""
+    annotation = type_at(Config, path)
+    return value == "none" and annotation is not None and type(None) in options(annotation)
+
+
+def _nest(path: KeyPath, value: Any) -> dict[str, Any]:
+    for name in reversed(path):
+        value = {name: value}
+    return value

@@ -1,0 +1,145 @@
+"""From the words of a command line to a validated `Config`, or to every reason why there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from .checks import Kind, check, warnings
+from .keys import KeyPath, leaves, names_at, type_at, type_name
+from .layers import Layers, get, read_layers
+from .problems import ConfigError, Problem, suggestion
+from .schema import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A configuration, and where it came from."""
+
+    config: Config
+    sources: Mapping[KeyPath, str]
+    """For each key that was set: the file or flag that set it last."""
+    files: tuple[Path, ...]
+    warnings: tuple[str, ...]
+    """What is allowed but has no effect, or is likely a mistake."""
+
+    @property
+    def import_paths(self) -> tuple[str, ...]:
+        """Where the user's modules are looked for first: beside each file, last one first, then here."""
+        beside = [str(file.resolve().parent) for file in reversed(self.files)]
+        return tuple(dict.fromkeys([*beside, str(Path.cwd())]))
+
+
+def load_config(words: Sequence[str], *, kind: Kind | None = None) -> Loaded:
+    """Read, merge, validate and check.
+
+    Args:
+        words: `@ FILE` (or a recipe's name) and `--dotted.key value`, in any number; later ones win, flags over files.
+        kind: which command will run; None only checks what holds for all of them.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    layers = read_layers(words)
+    config, problems, repaired = validate(layers)
+    if layers.problems:  # what an unreadable file holds cannot be missed by the checks below
+        raise ConfigError([*layers.problems, *problems])
+    problems += [
+        Problem(layers.sources.get(path, ""), ".".join(path), message)
+        for path, message in check(config, kind)
+        if not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in repaired)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return Loaded(
+        config=config,
+        sources=layers.sources,
+        files=tuple(layers.files),
+        warnings=tuple(warnings(config, kind, set(layers.sources))),
+    )
+
+
+def validate(layers: Layers) -> tuple[Config, list[Problem], list[KeyPath]]:
+    """The configuration, its problems, and the keys that were left at their defaults because of a problem.
+
+    pydantic skips the checks of a table while one of its keys is wrong, so wrong keys are taken out and the rest is
+    validated again until nothing new is found.
+    """
+    table = json.loads(json.dumps(layers.table, default=str))  # a copy; dates, which no key takes, become text
+    problems: list[Problem] = []
+    removed: list[KeyPath] = []
+    while True:
+        try:
+            # Strict JSON: lists are tuples there, but "8" is no number and true is not 1.
+            return _ADAPTER.validate_json(json.dumps(table), strict=True), problems, removed
+        except ValidationError as invalid:
+            found = {_wrong_key(error, table): error for error in invalid.errors(include_url=False)}
+        for path, error in found.items():
+            source = layers.sources.get(path, "")
+            problems.append(Problem(source, ".".join(path), _message(error, path)))
+            removed.append(path)
+            _remove(table, path)
+
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def _wrong_key(error: Mapping[str, Any], table: Mapping[str, Any]) -> KeyPath:
+    """The key to blame: where pydantic points, or the one that the error of a whole table names in backticks."""
+    path: KeyPath = ()
+    for part in error["loc"]:
+        if not isinstance(part, str) or not isinstance(get(table, path), dict):
+            break  # an item of a list: the list is the key
+        if part in get(table, path):
+            path = (*path, part)
+    if error["type"] == "value_error":
+        for name in re.findall(r"`([\w.-]+)`", str(error["ctx"]["error"])):
+            if get(table, (*path, *name.split("."))) is not None:
+                return (*path, *name.split("."))
+    return path
+
+
+def _message(error: Mapping[str, Any], path: KeyPath) -> str:
+    match error["type"]:
+        case "unexpected_keyword_argument":
+            return f"is no key.{_did_you_mean(path)}"
+        case "value_error":
+            message = str(error["ctx"]["error"])
+            own = f"`{path[-1]}` " if path else ""
+            return message.removeprefix(own) if own and message.startswith(own) else f"is wrong: {message}"
+        case "literal_error":
+            choices = [choice.strip("'") for choice in re.split(r", | or ", error["ctx"]["expected"])]
+            wrong = str(error["input"])
+            return f"is {wrong!r}; it must be one of {', '.join(choices)}.{suggestion(wrong, choices)}"
+        case _:
+            annotation = type_at(Config, path)
+            wanted = "a table" if names_at(Config, path) else type_name(annotation)
+            return f"is {json.dumps(error['input'], default=str)}; it must be: {wanted}."
+
+
+def _did_you_mean(path: KeyPath) -> str:
+    """Near names in the same table; else the places where a key of that name exists."""
+    *parent, name = path
+    prefix = "".join(f"{part}." for part in parent)
+    known = names_at(Config, parent)
+    if near := suggestion(name, known, prefix=prefix):
+        return near
+    elsewhere = [str(key) for key in leaves(Config) if key.path[-1] == name]
+    if elsewhere:
+        return f" Did you mean {' or '.join(elsewhere[:3])}?"
+    return f" {prefix.rstrip('.') or 'The top level'} has: {', '.join(known)}." if known else ""
+
+
+def _remove(table: dict[str, Any], path: KeyPath) -> None:
+    if not path:
+        table.clear()
+        return
+    for name in path[:-1]:
+        table = table[name]
+    table.pop(path[-1], None)
