@@ -1,0 +1,52 @@
+"""How new weights travel to the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import PushConfigError
+
+Pause = Literal["retract", "in_place", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushConfig:
+    """How a `Pusher` sends, checks and commits one version."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (read by pydantic in miles-core; no dependency here)
+
+    way: Literal["tensor", "disk"] = "tensor"
+    """`tensor`: buckets through shared memory, for engines on the leader's host. `disk`: a safetensors folder that all
+    machines see."""
+    pause: Pause = "retract"
+    """What happens to running requests: `retract` re-computes their prefix under the new weights, `in_place` keeps the
+    old KV cache, `abort` ends them with the tokens they have."""
+    verify: Literal["checksum", "none"] = "checksum"
+    """Compare a checksum of every parameter with the engine's own before it may generate again."""
+    dtype: Literal["auto", "keep", "float32", "bfloat16", "float16"] = "auto"
+    """Element type sent. `auto`: the engine's, for the architectures with a known layout; `keep`: as the shards are."""
+    staging: Literal["shm", "cuda_ipc"] = "shm"
+    """Where buckets are staged in the `tensor` way: host shared memory, or the leader's GPU for colocated engines."""
+    bucket_bytes: int = 256 * 2**20
+    """Size at which a bucket is closed; two are staged at a time. A larger tensor gets a bucket of its own."""
+    timeout_s: float = 300.0
+    """Deadline of one push on one engine, from the first request to the last."""
+    disk_dir: str | None = None
+    """Folder for the `disk` way, seen by trainer and engines under the same path."""
+    disk_keep: int = 2
+    """Newest versions kept in `disk_dir`; older ones are removed after a push."""
+    disk_template: str | None = None
+    """Model folder whose config and tokenizer files are copied beside the weights, so each version loads on its own."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise PushConfigError(f"`bucket_bytes` is {self.bucket_bytes}; it must be at least 1.")
+        if not self.timeout_s > 0:
+            raise PushConfigError(f"`timeout_s` is {self.timeout_s}; it must be positive.")
+        if self.disk_keep < 1:
+            raise PushConfigError(f"`disk_keep` is {self.disk_keep}; the version being served must be kept.")
+        if self.way == "disk" and self.staging != "shm":
+            raise PushConfigError(f"`staging = {self.staging}` has no effect with `way = disk`; remove it.")
+        if self.way == "tensor" and (self.disk_dir or self.disk_template):
+            raise PushConfigError("`disk_dir` and `disk_template` have no effect with `way = tensor`; remove them.")

@@ -1,0 +1,191 @@
+"""One SGLang server's update endpoints, as plain blocking calls with one deadline for the whole push.
+
+Read and driven live on SGLang 0.5.23; later versions may differ in the answers that this file interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httpx
+
+from .config import Pause
+from .errors import EngineRequestError
+from .payload import LOAD_FORMAT
+
+_FLUSH_WAIT_S = 30.0
+"""How long a flush may wait for requests that are just being retracted or aborted."""
+
+
+class Deadline:
+    """A point in time that every request of a push on one engine shares."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        return max(self._end - time.monotonic(), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the layout of weights inside an engine depends on."""
+
+    url: str
+    architecture: str
+    """Class name in the model's config, "" when the engine does not say."""
+    device: str
+    tp: int
+    dtype: str | None
+    """Element type of its parameters; None when it was started with `auto` and its config file cannot be read."""
+    num_kv_heads: int | None
+    is_plain: bool
+    """No quantisation, no pipeline or expert parallelism or data-parallel attention: parameters lie as the
+    architecture's layout says."""
+    dp: int
+    """Data-parallel replicas of the whole model."""
+
+
+class EngineClient:
+    """Blocking calls to one engine. Not shared between threads."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # trust_env off: a proxy from the environment must not stand between trainer and engine.
+        # Loading the certificate store costs 50 ms a client; plain HTTP needs none.
+        is_secure = self.url.startswith("https:")
+        self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, verify=is_secure)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def facts(self, deadline: Deadline) -> EngineFacts:
+        """Read how the engine was started."""
+        args = self._call("GET", "/server_info", None, deadline)
+        model = self._call("GET", "/model_info", None, deadline)
+        config = _read_model_config(str(args.get("model_path", "")))
+        architectures = model.get("architectures") or [""]
+        splits = [int(args.get(key) or 1) for key in ("pp_size", "attn_dp_size", "ep_size")]
+        return EngineFacts(
+            url=self.url,
+            architecture=str(architectures[0]),
+            device=str(args.get("device") or "cuda"),
+            tp=int(args.get("tp_size") or 1),
+            dtype=_resolve_dtype(str(args.get("dtype") or "auto"), config),
+            num_kv_heads=config.get("num_key_value_heads"),
+            is_plain=args.get("quantization") is None and all(size == 1 for size in splits),
+            dp=int(args.get("dp_size") or 1),
+        )
+
+    def pause(self, mode: Pause, deadline: Deadline) -> None:
+        """Stop generating; requests that arrive from now on wait."""
+        self._call("POST", "/pause_generation", {"mode": mode}, deadline)
+
+    def flush_cache(self, deadline: Deadline, *, wait: bool) -> None:
+        """Drop the prefix cache; refused while requests hold parts of it."""
+        seconds = min(_FLUSH_WAIT_S, deadline.left()) if wait else 0.0
+        self._call("POST", f"/flush_cache?timeout={seconds:.3f}", None, deadline)
+
+    def begin(self, deadline: Deadline) -> None:
+        """Open an update session, closing one that an earlier, failed push left open."""
+        try:
+            self._call("POST", "/begin_weight_update", {}, deadline)
+        except EngineRequestError as error:
+            if "already open" not in str(error):
+                raise
+            self._call("POST", "/end_weight_update", {}, deadline)
+            self._call("POST", "/begin_weight_update", {}, deadline)
+
+    def load_tensors(self, payload_R: list[str], deadline: Deadline) -> None:
+        """Load one bucket; one payload for each tensor-parallel rank R of the engine."""
+        body = {"serialized_named_tensors": payload_R, "load_format": LOAD_FORMAT, "flush_cache": False}
+        self._call("POST", "/update_weights_from_tensor", body, deadline)
+
+    def load_disk(self, path: str, deadline: Deadline) -> None:
+        """Load a whole checkpoint folder."""
+        body = {"model_path": path, "flush_cache": False}
+        self._call("POST", "/update_weights_from_disk", body, deadline)
+
+    def end(self, deadline: Deadline) -> None:
+        """Close the update session."""
+        self._call("POST", "/end_weight_update", {}, deadline)
+
+    def checksums(self, deadline: Deadline) -> list[dict[str, str]]:
+        """Checksum of every parameter, for each tensor-parallel rank of each replica."""
+        body = {"action": "checksum", "selector": "target"}
+        answer = self._call("POST", "/weights_checker", body, deadline)
+        ranks = cast("list[dict[str, dict[str, str]]]", answer.get("ranks") or [])
+        return [rank.get("checksums", {}) for rank in ranks]
+
+    def stamp(self, version: int, deadline: Deadline) -> None:
+        """Name the version: tokens generated from here on carry it, also those of requests that are held."""
+        body = {"new_version": str(version), "abort_all_requests": False}  # the engine's default is to abort
+        self._call("POST", "/update_weight_version", body, deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """Generate again."""
+        self._call("POST", "/continue_generation", {}, deadline)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, deadline: Deadline) -> dict[str, Any]:
+        left = deadline.left()
+        if left <= 0:
+            raise EngineRequestError(f"{path}: the push passed its deadline of {deadline.timeout_s:g} s.")
+        try:
+            answer = self._http.request(method, path, json=body, timeout=left)
+        except httpx.TimeoutException:
+            raise EngineRequestError(f"{path}: no answer within the push's {deadline.timeout_s:g} s.") from None
+        except httpx.HTTPError as error:
+            raise EngineRequestError(f"{path}: {type(error).__name__}: {error}") from error
+        content = _json_object(answer)
+        if answer.status_code != 200 or content.get("success") is False:
+            raise EngineRequestError(
+                f"{path}: HTTP {answer.status_code}: {content.get('message') or answer.text[:500]}"
+            )
+        return content
+
+
+def is_local(url: str) -> bool:
+    """Whether an engine's address belongs to this host: only a local address can be bound to."""
+    host = urlsplit(url).hostname or ""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _json_object(answer: httpx.Response) -> dict[str, Any]:
+    """The body as an object; flush answers in plain text."""
+    try:
+        content = answer.json()
+    except json.JSONDecodeError:
+        return {}
+    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _read_model_config(model_path: str) -> dict[str, Any]:
+    try:
+        return cast("dict[str, Any]", json.loads((Path(model_path) / "config.json").read_text()))
+    except (OSError, ValueError):  # a hub name, or another host's path
+        return {}
+
+
+def _resolve_dtype(dtype: str, config: dict[str, Any]) -> str | None:
+    """SGLang's rule (`model_config.py`): `auto` is the config's dtype, except that float32 becomes float16."""
+    short = {"float": "float32", "half": "float16"}.get(dtype, dtype)
+    if short != "auto":
+        return short
+    stored = config.get("dtype") or config.get("torch_dtype")
+    if not config or str(config.get("model_type", "")).startswith("gemma"):
+        return None
+    return "float16" if stored in (None, "float32", "float") else str(stored)

@@ -1,0 +1,40 @@
+"""Puts this folder on the path, so that tests and the rank scripts that they start share one helper module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from weightsync_fakes import FakeEngine, shm_names
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., FakeEngine]]:
+    fakes: list[FakeEngine] = []
+
+    def make(**options: object) -> FakeEngine:
+        fakes.append(FakeEngine(**options))  # type: ignore[arg-type]
+        return fakes[-1]
+
+    yield make
+    for fake in fakes:
+        fake.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_is_left() -> Iterator[None]:
+    before = set(shm_names())
+    yield
+    assert set(shm_names()) <= before
