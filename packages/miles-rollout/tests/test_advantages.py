@@ -166,7 +166,7 @@ def test_your_own_function_is_called_with_the_rewards_and_checked() -> None:
     assert advantages_by_episode(refs, advantage=rank) == {"x/0": 2.0, "x/1": None}
     with pytest.raises(AdvantageError, match=r"groups of \[1\] advantages for groups of \[2\] rewards"):
         advantages_by_episode(refs, advantage=short)
-    with pytest.raises(AdvantageError, match="returned 0.0 for a reward of None"):
+    with pytest.raises(AdvantageError, match=r"returned 0\.0 for a reward of None"):
         advantages_by_episode(refs, advantage=zero_for_failed)
 
 

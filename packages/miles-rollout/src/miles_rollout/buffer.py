@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from miles_tito import GroupRef, Prompt
@@ -31,7 +32,7 @@ from .config import RolloutConfig
 from .errors import BufferClosedError, BufferStateError
 from .fates import Fate, FateBook, FateCounts, Observer
 from .filters import FILTERS, Filter
-from .guards import EmptyBatchGuard, FailureBudget, first_line
+from .guards import ENGINE_BEHIND, EmptyBatchGuard, FailureBudget, first_line
 from .meters import BufferMeter
 from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, rest_can_wait, stale_episodes
 from .registry import resolve
@@ -144,16 +145,10 @@ class GroupBuffer:
             raise BufferStateError(f"Group {ref.id!r} was put before; a group is put once.")
         group.ref = ref
         self._meter.finished += 1
-        try:
+        with self._closing_on_error():
             fate, reason = self._admit(group, ref)
             self._failures.record(ref.episodes)
-            if fate is Fate.BUFFERED:
-                self._empty.admitted()
-            elif fate is not Fate.STALE:  # old groups come from training too fast, not from training on nothing
-                self._empty.discarded(ref, reason)
-        except Exception as error:  # whatever broke, nobody may go on waiting for this buffer
-            self.close(error)
-            raise
+            self._count_discard(group, ref, fate, reason)
         self._notify()
         return fate
 
@@ -272,7 +267,7 @@ class GroupBuffer:
             self._discard(group, Fate.FILTERED, reason)
             return Fate.FILTERED, reason
         if self._apply(self._put_policy, group, ref) in _DISCARD:
-            return Fate.STALE, "stale"
+            return Fate.STALE, self._stale_reason(group)
         self._book.advance(ref.id, Fate.BUFFERED, reason="", version=self._version)
         return Fate.BUFFERED, ""
 
@@ -287,23 +282,41 @@ class GroupBuffer:
                 masked = stale_episodes(ref, staleness=staleness, max_staleness=limit)
                 group.ref = replace(ref, metadata={**ref.metadata, MASKED_EPISODES: masked})
             case Verdict.DROP:
-                self._discard(group, Fate.STALE, "stale")
+                self._discard(group, Fate.STALE, self._stale_reason(group))
             case Verdict.RETRY:
-                self._discard(group, Fate.STALE, "stale_retried")
+                self._discard(group, Fate.STALE, self._stale_reason(group))
                 self._retries.append(Retry(prompt=group.prompt, retry_of=group.id))
         return verdict
 
     def _next_batch(self) -> list[_Open] | None:
         """A full batch, or None to wait for one; raises when waiting is in vain."""
         self._raise_if_closed()
-        for group in self._queue():
-            if group.ref is not None and self._apply(self._take_policy, group, group.ref) in _DISCARD:
-                self._notify()  # its credit is free
+        with self._closing_on_error():
+            self._discard_stale()
         batch = self._queue()[: self._config.groups_per_step]
         if len(batch) == self._config.groups_per_step and self._may_leave(batch):
             return batch
         self._raise_if_in_vain(len(batch))
         return None
+
+    def _discard_stale(self) -> None:
+        for group in self._queue():
+            ref = group.ref
+            if ref is not None and self._apply(self._take_policy, group, ref) in _DISCARD:
+                self._count_discard(group, ref, Fate.STALE, self._stale_reason(group))
+                self._notify()  # its credit is free
+
+    def _stale_reason(self, group: _Open) -> str:
+        """A group grows old by itself, or its engine sampled with weights older than the group's issue."""
+        return "stale" if self._version - group.issued_version > self._config.max_staleness else ENGINE_BEHIND
+
+    def _count_discard(self, group: _Open, ref: GroupRef, fate: Fate, reason: str) -> None:
+        """Tell the guard. Age alone does not count: versions grow only where something is trained."""
+        if fate is Fate.BUFFERED:
+            if self._staleness(group) <= self._config.max_staleness:
+                self._empty.admitted()
+        elif reason != "stale":
+            self._empty.discarded(ref, reason)
 
     def _queue(self) -> list[_Open]:
         """Admitted groups that are not taken, oldest first."""
@@ -354,6 +367,15 @@ class GroupBuffer:
         self._book.advance(group.id, fate, reason=reason, version=self._version)
         del self._open[group.id]
         self._meter.discarded[reason if fate is not Fate.ABORTED else "aborted"] += 1
+
+    @contextmanager
+    def _closing_on_error(self) -> Generator[None]:
+        """Whatever breaks inside, nobody may go on waiting for this buffer."""
+        try:
+            yield
+        except Exception as error:
+            self.close(error)
+            raise
 
     def _raise_if_closed(self) -> None:
         if self._closed is not None:

@@ -10,6 +10,9 @@ from miles_tito import EpisodeSummary, GroupRef
 
 from .errors import EmptyBatchesError, FailureBudgetError
 
+ENGINE_BEHIND = "engine_behind"
+"""Reason of a stale group whose tokens are older than its issue, which only an engine with old weights can cause."""
+
 
 class EmptyBatchGuard:
     """Stops a run whose groups are all discarded, after `max_empty_batches` batches' worth of them in a row."""
@@ -21,12 +24,12 @@ class EmptyBatchGuard:
         self._rewards: list[float] = []
 
     def admitted(self) -> None:
-        """A group was worth training: start again from 0."""
+        """A fresh group was worth training: start again from 0."""
         self._reasons.clear()
         self._rewards.clear()
 
     def discarded(self, ref: GroupRef, reason: str) -> None:
-        """Count one filtered or failed group.
+        """Count one group that was filtered, failed, or came from an engine with old weights.
 
         Raises:
             EmptyBatchesError: that was the last one the run may spend.
@@ -39,11 +42,15 @@ class EmptyBatchGuard:
         reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
         raise EmptyBatchesError(
             f"The last {total} groups ({self._max_empty_batches} batches' worth) were all discarded: {reasons}. "
-            f'{self._advice()} Or train such groups all the same (`filter = "no_filter"`), '
-            "or wait longer (`max_empty_batches`)."
+            f"{self._advice()} `max_empty_batches` = {self._max_empty_batches} sets when to stop."
         )
 
     def _advice(self) -> str:
+        if self._reasons.most_common(1)[0][0] == ENGINE_BEHIND:
+            return (
+                "Their tokens come from weights older than those that the engines were said to hold when the groups "
+                "were issued: check that every push reaches every engine before `set_version`."
+            )
         if not self._rewards:
             return "No episode got a reward: look at the errors of the episodes first."
         low, high = min(self._rewards), max(self._rewards)
@@ -53,7 +60,8 @@ class EmptyBatchGuard:
             return (
                 f"{seen} Check first that the reward can give another value: grade a known right and a known wrong "
                 "answer by hand. If it can, the prompts are too hard or too easy for this model: mix in others, "
-                "warm up with SFT, raise `group_size`, or raise the temperature."
+                "warm up with SFT, raise `group_size` or the temperature. "
+                "`filter = 'no_filter'` trains on them all the same."
             )
         return f"{seen} Prompts are either always or never solved: mix in prompts between, or raise `group_size`."
 

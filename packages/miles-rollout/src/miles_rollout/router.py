@@ -1,0 +1,191 @@
+"""The router in front of several engines: `smg`, with session affinity.
+
+    session servers ──X-SMG-Routing-Key: <session>──▶ Router ──┬──▶ engine 0
+                                                               └──▶ engine 1
+
+Requests with one key go to one engine, where their prefix is cached; a new key goes to the engine with the fewest
+requests. An engine that is removed hands its keys to the others. Control endpoints (pause, weights) do not pass
+through here: they are for one engine each.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+from miles_tito.errors import EngineError
+
+from miles_rollout.engines.errors import EngineStartError
+from miles_rollout.engines.ports import PortReservation
+from miles_rollout.engines.process import OwnedProcess
+from miles_rollout.engines.versions import check_smg
+
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""Header that names the session of a request."""
+
+POLL_S = 0.05
+CALL_TIMEOUT_S = 10.0
+CHANGE_TIMEOUT_S = 60.0
+GRACE_S = 3.0
+
+OPTIONS: Sequence[str] = (
+    *("--policy", "manual", "--assignment-mode", "min_load"),
+    # A request sent again here would be generated twice; the session server does that, under the same request id.
+    "--disable-retries",
+    # Which engines get traffic is the supervisor's decision, made with add_worker and remove_worker. An engine that
+    # is paused for new weights makes no progress and piles up requests, and is neither broken nor overloaded.
+    "--disable-circuit-breaker",
+    "--disable-worker-overload-protection",
+    *("--worker-wedge-secs", "0"),
+    # /health runs a request and fails while the engine is paused.
+    *("--health-check-endpoint", "/model_info", "--health-check-interval-secs", "5"),
+    *("--worker-startup-check-interval", "1"),
+    # A run has as many requests in flight as it has episodes; a bound here would answer 429 or wait 60 s and fail.
+    *("--max-concurrent-requests", "0"),
+    # Requests carry token ids, and nothing is stored.
+    *("--disable-tokenizer-autoload", "--history-backend", "none"),
+    *("--shutdown-grace-period-secs", "1"),
+)
+
+
+class Router:
+    """An smg process. Engines are added and removed while it runs. Every method may be called from any thread."""
+
+    def __init__(self, *, log_path: Path, host: str = "127.0.0.1", request_timeout_s: float = 3600.0) -> None:
+        """Prepare a router; `start` starts it.
+
+        Args:
+            log_path: receives what it prints; appended to.
+            host: the address to listen on. The default is reachable from this machine only.
+            request_timeout_s: how long one generation may take.
+        """
+        self.log_path = log_path
+        self.host = host
+        self.request_timeout_s = request_timeout_s
+        self._process: OwnedProcess | None = None
+        self._reservations: tuple[PortReservation, ...] = ()
+
+    @property
+    def url(self) -> str:
+        if not self._reservations:
+            raise EngineStartError("The router has no address yet: call start() first.")
+        return f"http://{self.host}:{self._reservations[0].port}"
+
+    @property
+    def process(self) -> OwnedProcess:
+        if self._process is None:
+            raise EngineStartError("The router has no process yet: call start() first.")
+        return self._process
+
+    def start(self, urls: Sequence[str] = (), *, timeout_s: float = 30.0) -> str:
+        """Start smg, wait until it listens, and add the engines of `urls`.
+
+        Returns:
+            the router's url.
+
+        Raises:
+            EngineVersionError: smg is absent or of another version.
+            EngineStartError: with the last lines of its log.
+        """
+        check_smg()
+        if self._process is not None and self._process.poll() is None:
+            raise EngineStartError(f"The router already runs at {self.url}; stop it first.")
+        # Its metrics go to a port as well, which is fixed and open to every host unless told otherwise.
+        self._reservations = (PortReservation(self.host), PortReservation("127.0.0.1"))
+        port, metrics_port = (str(reservation.port) for reservation in self._reservations)
+        command = [sys.executable, "-m", "smg", "launch", "--host", self.host, "--port", port, *OPTIONS]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
+        command += ["--request-timeout-secs", str(round(self.request_timeout_s))]
+        self._process = OwnedProcess(command, log_path=self.log_path)
+        self._wait_listening(timeout_s)
+        for url in urls:
+            self.add_worker(url)
+        return self.url
+
+    def poll(self) -> int | None:
+        """Exit status, 128 + n if signal n ended it; None while it runs."""
+        return self.process.poll()
+
+    def health(self) -> bool:
+        """Whether it answers and has at least one engine to route to."""
+        try:
+            return httpx.get(f"{self.url}/readiness", timeout=CALL_TIMEOUT_S).is_success
+        except httpx.HTTPError:
+            return False
+
+    def workers(self) -> dict[str, bool]:
+        """The engines by url, and whether each gets traffic."""
+        return {worker["url"]: bool(worker["is_healthy"]) for worker in self._workers()}
+
+    def add_worker(self, url: str, *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
+        """Route to an engine from now on; returns when it gets traffic. Adding one that is there changes nothing.
+
+        Raises:
+            EngineError: when smg refuses it, or cannot reach it within `timeout_s`.
+        """
+        url = url.rstrip("/")
+        deadline = time.monotonic() + timeout_s
+        asked = False
+        while not self.workers().get(url):
+            if not asked:
+                # 409 for a while after a removal: smg lets go of an engine in the background.
+                answer = self._call("POST", "/workers", json={"url": url}, allowed=(HTTPStatus.CONFLICT,))
+                asked = answer.status_code != HTTPStatus.CONFLICT
+            self._pause_until(deadline, f"{url} did not become a worker of the router in {timeout_s:.0f} s")
+
+    def remove_worker(self, url: str, *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
+        """Route nothing to an engine from now on; requests in flight go on. Its sessions move to the others."""
+        url = url.rstrip("/")
+        deadline = time.monotonic() + timeout_s
+        while ids := [worker["id"] for worker in self._workers() if worker["url"] == url]:
+            for worker_id in ids:
+                self._call("DELETE", f"/workers/{worker_id}", allowed=(HTTPStatus.NOT_FOUND,))
+            self._pause_until(deadline, f"{url} is still a worker of the router after {timeout_s:.0f} s")
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End the router within about `grace_s` + 5 seconds. Requests in flight fail. Idempotent."""
+        if self._process is not None:
+            self._process.stop(grace_s=grace_s)
+        for reservation in self._reservations:
+            reservation.close()
+
+    def _wait_listening(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        port = self._reservations[0].port
+        while not self.process.listens_on(port):
+            status = self.poll()
+            if status is not None or time.monotonic() > deadline:
+                what = f"exited with status {status}" if status is not None else f"did not listen in {timeout_s:.0f} s"
+                self.stop(grace_s=0)
+                raise EngineStartError(
+                    f"The router {what}. The last lines of {self.log_path}:\n{self.process.log_tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def _workers(self) -> list[dict[str, Any]]:
+        return cast(list[dict[str, Any]], self._call("GET", "/workers").json()["workers"])
+
+    def _call(self, method: str, path: str, *, allowed: Sequence[int] = (), **kwargs: Any) -> httpx.Response:
+        try:
+            response = httpx.request(method, f"{self.url}{path}", timeout=CALL_TIMEOUT_S, **kwargs)
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"{method} {self.url}{path} got no answer: {error!r}. The router "
+                + ("runs." if self.poll() is None else f"has exited with status {self.poll()}; see {self.log_path}.")
+            ) from error
+        if not response.is_success and response.status_code not in allowed:
+            raise EngineError(
+                f"{method} {self.url}{path} answered {response.status_code}: {response.text[:300]}",
+                status=response.status_code,
+            )
+        return response
+
+    def _pause_until(self, deadline: float, complaint: str) -> None:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{complaint}; see {self.log_path}.")
+        time.sleep(POLL_S)

@@ -1,0 +1,281 @@
+"""The producer keeps the buffer supplied, in order, and never fails silently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from miles_rollout import (
+    BufferClosedError,
+    EmptyBatchesError,
+    Fate,
+    FateEvent,
+    Gate,
+    GroupBuffer,
+    PromptStream,
+    produce,
+)
+from miles_tito import GroupRef, Prompt, Sampling
+from scripted_rollout import make_config, make_prompts, make_ref, now, run_virtual
+
+
+class ScriptedRuns:
+    """`run_group` that takes a set time, samples from the buffer's version, and remembers what it was asked for."""
+
+    def __init__(
+        self, buffer: GroupBuffer, *, seconds: Callable[[int], float] = lambda number: 1.0, **ref_fields: Any
+    ) -> None:
+        self.started: list[tuple[float, str, str]] = []
+        self.running = 0
+        self._buffer = buffer
+        self._seconds = seconds
+        self._ref_fields = ref_fields
+
+    async def __call__(
+        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
+    ) -> GroupRef:
+        self.started.append((now(), group_id, prompt.id))
+        self.running += 1
+        version = self._buffer.version
+        try:
+            await asyncio.sleep(self._seconds(int(group_id[1:])))
+        finally:
+            self.running -= 1
+        return make_ref(group_id, prompt_id=prompt.id, **({"versions": version} | self._ref_fields))
+
+
+async def train(buffer: GroupBuffer, steps: int, *, seconds: float = 1.0) -> list[list[str]]:
+    """Take, wait, commit; the ids of each batch."""
+    batches: list[list[str]] = []
+    for _ in range(steps):
+        batch = await buffer.take()
+        batches.append([ref.id for ref in batch])
+        await asyncio.sleep(seconds)
+        buffer.set_version(buffer.version + 1)
+        buffer.release(batch)
+    return batches
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_as_many_groups_run_at_once_as_there_are_credits() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(max_staleness=1))
+        runs = ScriptedRuns(buffer)
+        stream = PromptStream(make_prompts(3), shuffle=False)
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+        await asyncio.sleep(0.5)
+        assert runs.started == [(0, "g000000", "p0"), (0, "g000001", "p1"), (0, "g000002", "p2"), (0, "g000003", "p0")]
+        await asyncio.sleep(10)
+        assert len(runs.started) == 4, "nothing was released"
+        batches = await train(buffer, 2)
+        assert batches == [["g000000", "g000001"], ["g000002", "g000003"]]
+        await stop(producer)
+        buffer.close()
+        assert buffer.counts().in_flight == 0
+
+    run_virtual(main())
+
+
+def test_a_synchronous_run_never_issues_a_group_before_the_weights_are_committed() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(max_staleness=0))
+        runs = ScriptedRuns(buffer)
+        stream = PromptStream(make_prompts(3))
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+        await train(buffer, 3, seconds=4)
+        await stop(producer)
+        assert [time for time, _, _ in runs.started][:6] == [0, 0, 5, 5, 10, 10]
+
+    run_virtual(main())
+
+
+def test_a_group_is_spooled_before_the_buffer_admits_it() -> None:
+    async def main() -> None:
+        log: list[str] = []
+
+        async def spool(ref: GroupRef) -> None:
+            await asyncio.sleep(1)
+            log.append(f"spooled {ref.id}")
+
+        def observe(event: FateEvent) -> None:
+            if event.fate is Fate.BUFFERED:
+                log.append(f"buffered {event.group_id}")
+
+        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0), observer=observe)
+        stream = PromptStream(make_prompts(3))
+        producer = asyncio.create_task(
+            produce(prompts=stream, buffer=buffer, run_group=ScriptedRuns(buffer), group_size=2, spool=spool)
+        )
+        await train(buffer, 2)
+        await stop(producer)
+        assert log[:4] == ["spooled g000000", "buffered g000000", "spooled g000001", "buffered g000001"]
+
+    run_virtual(main())
+
+
+def test_the_gate_holds_new_groups_back_while_running_ones_finish() -> None:
+    async def main() -> None:
+        gate = Gate()
+        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0))
+        runs = ScriptedRuns(buffer)
+        stream = PromptStream(make_prompts(3))
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2, gate=gate))
+        await asyncio.sleep(0.5)
+        with gate.closed(), gate.closed():
+            assert await train(buffer, 1) == [["g000000"]]
+            await asyncio.sleep(100)
+            assert len(runs.started) == 1
+        await train(buffer, 1)
+        assert runs.started[1][0] == 102
+        await stop(producer)
+
+    run_virtual(main())
+
+
+def test_the_prompt_of_a_stale_group_comes_before_new_prompts() -> None:
+    async def main() -> None:
+        events: list[FateEvent] = []
+        config = make_config(groups_per_step=1, max_staleness=1, put_policy="retry", take_policy="retry")
+        buffer = GroupBuffer(config, observer=events.append)
+        runs = ScriptedRuns(buffer, seconds=lambda number: 6.5 if number == 0 else 1.0)
+        stream = PromptStream(make_prompts(99), shuffle=False)
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+        await train(buffer, 4)
+        await stop(producer)
+        stale = [event.group_id for event in events if event.fate is Fate.STALE]
+        retried = [event for event in events if event.retry_of == "g000000"]
+        assert stale == ["g000000"]
+        assert [event.prompt_id for event in retried] == ["p0"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("where", ["run_group", "spool", "prompts"])
+def test_a_broken_contract_ends_the_run_on_both_sides_with_its_error(where: str) -> None:
+    async def main() -> None:
+        async def run_group(
+            prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
+        ) -> GroupRef:
+            await asyncio.sleep(1 if group_id == "g000000" else 100)
+            if where == "run_group":
+                raise ConnectionResetError("the worker is gone")
+            return make_ref(group_id, prompt_id=prompt.id)
+
+        async def spool(ref: GroupRef) -> None:
+            if where == "spool":
+                raise ConnectionResetError("the disk is full")
+
+        class Broken:
+            def next(self) -> Prompt:
+                if where == "prompts":
+                    raise ConnectionResetError("the data set is gone")
+                return Prompt(id="p")
+
+        buffer = GroupBuffer(make_config())
+        taking = asyncio.create_task(buffer.take())
+        with pytest.raises(ConnectionResetError, match=r"is gone|is full"):
+            await produce(prompts=Broken(), buffer=buffer, run_group=run_group, group_size=2, spool=spool)
+        with pytest.raises(ConnectionResetError, match=r"is gone|is full"):
+            await taking
+        counts = buffer.counts()
+        assert (counts.in_flight, counts.lost, buffer.credits_used) == (0, 0, 0)
+        assert counts.aborted == counts.issued
+
+    run_virtual(main())
+
+
+def test_s03_a_run_whose_groups_are_all_filtered_stops_by_itself() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(max_empty_batches=4))
+        runs = ScriptedRuns(buffer, rewards=[0.0, 0.0])
+
+        async def loop() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                stream = PromptStream(make_prompts(3))
+                tasks.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+                await buffer.take()
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await loop()
+        assert caught.value.subgroup(EmptyBatchesError) is not None
+        assert caught.value.split(EmptyBatchesError)[1] is None, "nothing but the advice is raised"
+        assert buffer.counts().filtered == 8
+
+    run_virtual(main())
+
+
+def test_engines_that_never_get_the_new_weights_stop_the_run_with_the_reason() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(max_empty_batches=4, put_policy="keep"))
+        runs = ScriptedRuns(buffer, versions=0)
+        stream = PromptStream(make_prompts(3))
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+        with pytest.raises(EmptyBatchesError, match=r"8 engine_behind.*check that every push reaches every engine"):
+            await train(buffer, 9)
+        with pytest.raises(EmptyBatchesError):
+            await producer
+
+    run_virtual(main())
+
+
+def test_a_cancelled_producer_aborts_what_still_runs_with_the_reason() -> None:
+    async def main() -> None:
+        events: list[FateEvent] = []
+        buffer = GroupBuffer(make_config(), observer=events.append)
+        runs = ScriptedRuns(buffer, seconds=lambda number: 1.0 if number < 2 else 100.0)
+        stream = PromptStream(make_prompts(3))
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+        await asyncio.sleep(2)
+        await stop(producer)
+        assert runs.running == 0
+        assert [(e.group_id, e.reason) for e in events if e.fate is Fate.ABORTED] == [
+            ("g000002", "cancelled"),
+            ("g000003", "cancelled"),
+        ]
+        assert len(await buffer.take()) == 2, "finished groups can still be trained"
+        with pytest.raises(BufferClosedError, match="the producer was cancelled"):
+            await buffer.take()
+
+    run_virtual(main())
+
+
+def test_prompts_that_end_leave_what_was_issued_to_training() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config())
+        runs = ScriptedRuns(buffer)
+        stream = PromptStream(iter(make_prompts(5)))
+        producer = asyncio.create_task(produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2))
+        assert len(await train(buffer, 2)) == 2
+        with pytest.raises(BufferClosedError, match=r"1 are ready and none is running.*ended after 5"):
+            await buffer.take()
+        await producer
+
+    run_virtual(main())
+
+
+def test_a_resumed_producer_continues_the_numbers_of_its_groups() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0))
+        runs = ScriptedRuns(buffer)
+        stream = PromptStream(make_prompts(3))
+        producer = asyncio.create_task(
+            produce(
+                prompts=stream,
+                buffer=buffer,
+                run_group=runs,
+                group_size=2,
+                first_group=17,
+            )
+        )
+        await asyncio.sleep(1)
+        await stop(producer)
+        assert [group_id for _, group_id, _ in runs.started] == ["g000017"]
+
+    run_virtual(main())
