@@ -72,7 +72,8 @@ def test_every_problem_is_told_at_once_with_its_place_and_what_to_do(write):
         "--rollout.group-size needs a value.",
         "b.toml: run.nmae is no key. Did you mean run.name?",
         "b.toml: rollout.sampling.top_p is 2.0; it must lie in (0, 1].",
-        "b.toml: rollout.temperature is no key. Did you mean rollout.sampling.temperature or eval.sampling.temperature?",
+        "b.toml: rollout.temperature is no key. Did you mean rollout.sampling.temperature or "
+        "eval.sampling.temperature?",
         "b.toml: engines.big.tpp is no key. Did you mean engines.big.tp?",
         'b.toml: train.ranks is "two"; it must be: whole number.',
         "b.toml: train.optimizer.betas is [0.9]; it must be: list of 2: number, number.",
@@ -153,8 +154,12 @@ def test_every_shipped_recipe_loads_by_its_name():
         load_config(["@", name], kind="rl")
 
 
-def test_a_file_in_the_way_wins_over_a_recipe_of_that_name(write):
-    assert find_file(write("quickstart", "")).read_text() == ""
+def test_a_bare_name_is_the_recipe_and_a_suffix_makes_it_a_file(write):
+    write("quickstart", "")
+    write("quickstart.toml", "")
+    assert find_file("quickstart").parent.name == "recipes"
+    assert find_file("quickstart.toml").read_text() == ""
+    assert find_file("./quickstart").read_text() == ""
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,12 @@ def recipe_names() -> list[str]:
 
 
 def find_file(name: str) -> Path | None:
-    """The file `name`, or the shipped recipe of that name; None where there is neither."""
+    """The shipped recipe `name`, or the file; None where there is neither. A file needs a suffix or a folder."""
+    recipe = Path(str(importlib.resources.files("miles_core"))) / "recipes" / f"{name}.toml"
     path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    recipe = Path(str(importlib.resources.files("miles_core"))) / "recipes" / f"{name.removesuffix('.toml')}.toml"
-    return recipe if "/" not in name and recipe.is_file() else None
+    if "/" not in name and recipe.is_file():
+        return recipe
+    return path if path.is_file() else None
 
 
 def key_path(flag: str) -> KeyPath:

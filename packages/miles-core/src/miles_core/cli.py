@@ -1,0 +1,176 @@
+"""The `miles` command. Nothing heavy is imported before the words are parsed: `miles --help` takes a few hundredths
+of a second, which argparse allows and the usual command-line libraries do not.
+
+Exit status: 0 done, 1 the run or a check failed, 2 the configuration or the command line is wrong, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+
+_OVERVIEW = """\
+examples:
+  miles quickstart                                    the whole loop on this machine, then the report
+  miles rl @ my.toml --rollout.group-size 16          a file, and one key of it changed
+  miles rl @ smollm2 @ my.toml --dry-run              a shipped recipe, a file over it; show the plan, start nothing
+  miles config --docs                                 every key, its type, default and meaning
+
+`@ FILE` reads a TOML file or a shipped recipe, `--dotted.key value` sets one key. Later words win, keys over files.
+"""
+_SETTINGS = """\
+settings:
+  @ FILE                a TOML file, or the name of a shipped recipe; repeat it to lay files over one another
+  --dotted.key VALUE    set one key, e.g. --train.optimizer.lr 1e-5; `miles config --docs` lists them all
+"""
+
+Handler = Callable[[argparse.Namespace, list[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = _parser()
+    options, words = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    if options.handler is None:
+        parser.print_help()
+        return WRONG
+    if words and not options.takes_settings:
+        parser.error(f"`miles {options.command}` does not know: {' '.join(words)}")
+    try:
+        return _guarded(options.handler, options, words)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _guarded(handler: Handler, options: argparse.Namespace, words: list[str]) -> int:
+    """Errors that Miles raises on purpose are told without a traceback."""
+    from miles_tito.errors import MilesError
+
+    try:
+        return handler(options, words)
+    except MilesError as error:
+        from .config.problems import ConfigError
+
+        print(str(error), file=sys.stderr)
+        return WRONG if isinstance(error, ConfigError) else FAILED
+
+
+def _rl(options: argparse.Namespace, words: list[str]) -> int:
+    return _run(words, "rl", is_dry=options.dry_run)
+
+
+def _sft(options: argparse.Namespace, words: list[str]) -> int:
+    return _run(words, "sft", is_dry=options.dry_run)
+
+
+def _quickstart(options: argparse.Namespace, words: list[str]) -> int:
+    return _run(["@", "quickstart", *words], "rl", is_dry=options.dry_run)
+
+
+def _run(words: list[str], kind: Literal["rl", "sft"], *, is_dry: bool) -> int:
+    from .config.load import load_config
+
+    loaded = load_config(words, kind=kind)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    sys.path[:0] = loaded.import_paths
+    if is_dry:
+        from .plan import make_plan
+
+        print(make_plan(loaded.config, kind))
+        return DONE
+    from .run import main as run_main
+
+    return run_main(loaded.config, kind)
+
+
+def _doctor(options: argparse.Namespace, words: list[str]) -> int:
+    from .doctor import diagnose, to_json, to_text
+
+    findings = diagnose(words, model=options.model)
+    print(to_json(findings) if options.json else to_text(findings))
+    return FAILED if any(finding.level == "fail" for finding in findings) else DONE
+
+
+def _config(options: argparse.Namespace, words: list[str]) -> int:
+    from .config import load_config, reference, to_toml
+
+    if options.docs:
+        print(reference(), end="")
+        return DONE
+    loaded = load_config(words)
+    print(to_toml(loaded.config, sources=loaded.sources, explain=options.explain), end="")
+    return DONE
+
+
+def _report(options: argparse.Namespace, words: list[str]) -> int:
+    from pathlib import Path
+
+    from . import report
+
+    print(report.write(Path(options.run)))
+    return DONE
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Room for the longest command name before its help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=110)
+
+
+class _Version(argparse.Action):
+    """Reads the version only when asked for: importlib.metadata is slow to import."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        parser.exit(message=f"miles {version('miles-core')}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="miles",
+        usage="miles COMMAND [...]",
+        description="Reinforcement-learning post-training for language models.",
+        epilog=_OVERVIEW,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(handler=None)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]", dest="command")
+
+    def add(name: str, handler: Handler, text: str, *, takes_settings: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=_SETTINGS if takes_settings else None,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            usage=f"miles {name} [options] [@ FILE] [--dotted.key VALUE] ..." if takes_settings else None,
+        )
+        command.set_defaults(handler=handler, takes_settings=takes_settings)
+        return command
+
+    dry = "resolve and check the configuration, print processes and memory, start nothing"
+    for name, handler, text in (
+        ("rl", _rl, "train with reinforcement learning"),
+        ("sft", _sft, "train on given conversations"),
+        ("quickstart", _quickstart, "watch a tiny model learn to use a tool, in minutes and without a GPU"),
+    ):
+        add(name, handler, text).add_argument("--dry-run", action="store_true", help=dry)
+    doctor = add("doctor", _doctor, "find what would keep a run from working, and say the fix")
+    doctor.add_argument("--model", metavar="DIR", help="check this model's chat template too")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    config = add("config", _config, "print the resolved configuration as TOML")
+    config.add_argument("--explain", action="store_true", help="write each key's meaning over it")
+    config.add_argument("--docs", action="store_true", help="print a reference of every key instead")
+    report = add("report", _report, "write the report of a run, finished or not", takes_settings=False)
+    report.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    return parser

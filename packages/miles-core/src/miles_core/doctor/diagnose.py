@@ -1,0 +1,61 @@
+"""Runs every check; one that cannot finish is a finding itself and hides no other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from miles_core.config import Config, ConfigError, load_config
+
+from . import machine, packages, template
+from .finding import Finding
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Finding]:
+    """Every finding about this machine and the configuration that `words` name (see `load_config`).
+
+    Args:
+        model: a model folder whose chat template is checked, besides the configuration's own.
+    """
+    config, findings = _configuration(words)
+    checks: dict[str, Check] = {
+        "python": lambda: machine.python(),
+        "torch": lambda: packages.torch(config),
+        "sglang": lambda: packages.sglang(config),
+        "router": lambda: packages.router(config),
+        "ray": lambda: packages.ray(),
+        "packages": lambda: packages.requirements(),
+        "template": lambda: template.check(model or config.model.path, family=config.model.family),
+        "shared memory": lambda: machine.shared_memory(config),
+        "disk": lambda: machine.disk(Path(config.run.dir)),
+        "memory": lambda: machine.memory(config),
+        "ports": lambda: machine.ports(config),
+        "open files": lambda: machine.open_files(config),
+    }
+    for name, check in checks.items():
+        try:
+            findings += check()
+        except Exception as error:  # the boundary: a broken machine breaks checks in any way it likes
+            findings.append(
+                Finding(check=name, level="fail", message=f"the check itself failed: {type(error).__name__}: {error}")
+            )
+    return findings
+
+
+def _configuration(words: Sequence[str]) -> tuple[Config, list[Finding]]:
+    """The configuration to check against, the default one where it does not resolve."""
+    try:
+        loaded = load_config(words)
+    except ConfigError as error:
+        return Config(), [
+            Finding(
+                check="config", level="fail", message=str(problem), fix="correct it; `miles config --docs` has all keys"
+            )
+            for problem in error.problems
+        ]
+    sys.path[:0] = loaded.import_paths
+    what = ", ".join(str(file) for file in loaded.files) or "the default configuration"
+    return loaded.config, [Finding(check="config", level="ok", message=f"{what} resolved")]

@@ -1,0 +1,158 @@
+"""The machine: Python, memory, disks, ports, limits."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_rollout.engines import is_port_free
+
+from miles_core.config import Config
+from miles_core.plan import available_memory, list_processes, read_shape
+
+from .finding import Finding
+
+GIB = 2**30
+SHM = Path("/dev/shm")
+
+
+def python(version: tuple[int, int, int] = sys.version_info[:3]) -> Iterator[Finding]:
+    text = ".".join(map(str, version))
+    if version < (3, 11):
+        yield Finding(
+            check="python",
+            level="fail",
+            message=f"Python {text}; Miles needs 3.11 or newer",
+            fix="uv venv --python 3.11",
+        )
+    else:
+        yield Finding(check="python", level="ok", message=f"Python {text}")
+
+
+def shared_memory(config: Config, directory: Path = SHM) -> Iterator[Finding]:
+    """Two weight buckets and Ray's object store live there."""
+    free = _free(directory)
+    buckets = 2 * config.sync.bucket_bytes if config.sync.way == "tensor" and config.sync.staging == "shm" else 0
+    needed = buckets + (config.ray.object_store_bytes or GIB)
+    message = f"{_gib(free)} free in {directory}; weight buckets and Ray's object store want {_gib(needed)}"
+    if free >= needed:
+        yield Finding(check="shared memory", level="ok", message=message)
+        return
+    yield Finding(
+        check="shared memory",
+        level="fail" if free < buckets + 2**28 else "warn",
+        message=message,
+        fix=f"mount -o remount,size=50% {directory}, or docker run --shm-size={needed // GIB + 1}g, or lower "
+        "sync.bucket_bytes and ray.object_store_bytes",
+    )
+
+
+def disk(directory: Path) -> Iterator[Finding]:
+    """Where runs are written: trajectories, checkpoints, logs."""
+    existing = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
+    if not _is_writable(existing):
+        yield Finding(
+            check="disk", level="fail", message=f"{existing} cannot be written to", fix="set run.dir to another place"
+        )
+        return
+    free = _free(existing)
+    message = f"{_gib(free)} free for {directory}"
+    if free >= 5 * GIB:
+        yield Finding(check="disk", level="ok", message=message)
+    else:
+        level = "fail" if free < GIB // 2 else "warn"
+        yield Finding(check="disk", level=level, message=message, fix="free some space, or set run.dir to another disk")
+
+
+def memory(config: Config, free: int | None = None) -> Iterator[Finding]:
+    """What the plan estimates against what the machine has left."""
+    free = available_memory() if free is None else free
+    shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
+    needed = sum(p.num_bytes * p.count for p in list_processes(config, "rl", shape) if p.device == "cpu")
+    message = f"{_gib(free)} free" + (f"; weights, optimizer and caches want {_gib(needed)}" if needed else "")
+    fix = "lower train.token_budget or engines.NAME.max_total_tokens, or use a smaller model; see --dry-run"
+    if needed and needed > free:
+        yield Finding(check="memory", level="fail", message=message, fix=fix)
+    elif free < 4 * GIB:
+        yield Finding(check="memory", level="warn", message=f"{message}; the libraries alone take about 4 GiB", fix=fix)
+    else:
+        yield Finding(check="memory", level="ok", message=message)
+
+
+def ports(config: Config) -> Iterator[Finding]:
+    """Ports that the configuration fixes must be free, servers that it attaches to must answer. Miles chooses all
+    other ports itself, from free ones."""
+    fixed = [
+        (f"engines.{name}.options.{key}", value)
+        for name, engine in config.engines.items()
+        for key, value in engine.options.items()
+        if key.endswith("port") and isinstance(value, int) and not isinstance(value, bool)
+    ]
+    for key, port in fixed:
+        if is_port_free(port):
+            yield Finding(check="ports", level="ok", message=f"port {port} of {key} is free")
+        else:
+            yield Finding(
+                check="ports",
+                level="fail",
+                message=f"port {port} of {key} is in use",
+                fix=f"stop what listens there (ss -ltnp 'sport = :{port}'), or choose another port",
+            )
+    urls = [(name, url) for name, engine in config.engines.items() for url in engine.urls]
+    for name, url in urls:
+        yield _server(name, url)
+    if not fixed and not urls:
+        yield Finding(check="ports", level="ok", message="none is fixed by the configuration; Miles takes free ones")
+
+
+def open_files(config: Config, limit: int | None = None) -> Iterator[Finding]:
+    """An episode holds a few sockets in the worker and in the session server."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    needed = 1024 + 8 * config.rollout.max_concurrent_episodes
+    message = f"{limit} allowed; {config.rollout.max_concurrent_episodes} episodes at once want about {needed}"
+    if limit >= needed or limit == resource.RLIM_INFINITY:
+        yield Finding(check="open files", level="ok", message=message)
+    else:
+        yield Finding(
+            check="open files",
+            level="warn",
+            message=message,
+            fix=f"ulimit -n {needed}, or lower rollout.max_concurrent_episodes",
+        )
+
+
+def _server(name: str, url: str) -> Finding:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return Finding(check="ports", level="ok", message=f"{url} of engines.{name} answers {answer.status}")
+    except (urllib.error.URLError, OSError) as error:
+        return Finding(
+            check="ports",
+            level="fail",
+            message=f"{url} of engines.{name} does not answer: {error}",
+            fix="start that server, correct engines.NAME.urls, or leave urls out so that Miles starts one",
+        )
+
+
+def _is_writable(directory: Path) -> bool:
+    """Tried rather than asked: a read-only mount and a quota say yes to `os.access`."""
+    probe = directory / ".miles-doctor"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _free(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,124 @@
+"""What is installed: torch, SGLang, the router, Ray, and every requirement that a Miles package declares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import metadata
+
+from miles_rollout.engines import EngineVersionError, check_sglang, check_smg, has_gpu, resolve_device
+from packaging.requirements import Requirement
+
+from miles_core.config import Config
+
+from .finding import Finding, Level
+
+MILES = ("core", "tito", "rollout", "envs", "train", "weightsync", "quant")
+_ASK_TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+
+Version = Callable[[str], str | None]
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution, None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch(config: Config, ask: Sequence[str] = (sys.executable, "-c", _ASK_TORCH)) -> Iterator[Finding]:
+    """Imported in another process: a broken build may crash, and a good one takes seconds."""
+    result = subprocess.run(ask, capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+        yield Finding(
+            check="torch",
+            level="fail",
+            message=f"torch cannot be imported: {reason}",
+            fix="uv pip install --torch-backend=auto torch",
+        )
+        return
+    version, gpus = result.stdout.split()
+    if int(gpus):
+        yield Finding(check="torch", level="ok", message=f"torch {version} with {gpus} GPUs")
+    elif config.train.device == "cuda" or (config.train.device == "auto" and has_gpu()):
+        yield Finding(
+            check="torch",
+            level="fail",
+            message=f"torch {version} sees no GPU, but the machine or train.device names one",
+            fix="uv pip install --torch-backend=auto torch; compare its CUDA with nvidia-smi; or train.device = cpu",
+        )
+    else:
+        yield Finding(check="torch", level="ok", message=f"torch {version} on the CPU")
+
+
+def sglang(config: Config) -> Iterator[Finding]:
+    """The exact release for each device that engines start on."""
+    devices = {resolve_device(engine.device) for engine in config.engines.values() if not engine.urls}
+    if not devices:
+        yield Finding(check="sglang", level="ok", message="no engine is started here")
+    for device in devices:
+        yield _version_check("sglang", partial(check_sglang, device), level="fail")
+
+
+def router(config: Config) -> Iterator[Finding]:
+    """Needed as soon as one table has more than one server."""
+    is_needed = any(engine.num_servers > 1 for engine in config.engines.values())
+    yield _version_check("router", check_smg, level="fail" if is_needed else "warn")
+
+
+def ray(version: Version = installed) -> Iterator[Finding]:
+    found = version("ray")
+    if found is None:
+        yield Finding(check="ray", level="fail", message="ray is not installed", fix="uv pip install 'ray>=2.50'")
+    else:
+        yield Finding(check="ray", level="ok", message=f"ray {found}")
+
+
+def requirements(
+    version: Version = installed, requires: Callable[[str], Sequence[str] | None] = metadata.requires
+) -> Iterator[Finding]:
+    """Every requirement that Miles declares against what is installed; those of an extra only where it is installed.
+
+    SGLang and its router have checks of their own, which know the exact releases.
+    """
+    wrong: list[Finding] = []
+    count = 0
+    for package in (f"miles-{part}" for part in MILES):
+        if version(package) is None:
+            continue
+        for line in requires(package) or ():
+            requirement = Requirement(line)
+            found = version(requirement.name)
+            is_optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+            if requirement.name in ("sglang", "smg") or (found is None and is_optional):
+                continue
+            count += 1
+            if found is None or not requirement.specifier.contains(found, prereleases=True):
+                wrong.append(_mismatch(package, requirement, found))
+    if wrong:
+        yield from wrong
+    else:
+        yield Finding(check="packages", level="ok", message=f"{count} requirements of the Miles packages are met")
+
+
+def _mismatch(package: str, requirement: Requirement, found: str | None) -> Finding:
+    state = "is not installed" if found is None else f"{found} is installed"
+    wanted = f"{requirement.name}{requirement.specifier}"
+    return Finding(
+        check="packages",
+        level="fail",
+        message=f"{requirement.name} {state}, but {package} needs {wanted}",
+        fix=f"uv pip install '{wanted}'",
+    )
+
+
+def _version_check(name: str, check: Callable[[], str], *, level: Level) -> Finding:
+    try:
+        return Finding(check=name, level="ok", message=check())
+    except EngineVersionError as error:
+        message, _, fix = str(error).rpartition(": ")
+        return Finding(check=name, level=level, message=message, fix=fix)
