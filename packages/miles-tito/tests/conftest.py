@@ -12,13 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as Backend
-
 from miles_tito.generation import Engine
 from miles_tito.records import Sampling
 from miles_tito.server import create_app, serve
 from miles_tito.tokenizer import Tokenizer, load_tokenizer
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 
@@ -33,7 +32,7 @@ CHATML = (
     "{%- if message.reasoning_content %}{{ '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' }}{% endif -%}"
     "{{ message.content }}"
     "{%- for call in message.tool_calls or [] -%}"
-    "{{ '\n<tool_call>\n{\"name\": \"' ~ call.function.name ~ '\", \"arguments\": ' }}"
+    '{{ \'\n<tool_call>\n{"name": "\' ~ call.function.name ~ \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}"
     "{%- endfor -%}"
     "{%- endif -%}"
@@ -159,3 +158,21 @@ def open_chat(tokenizer: Tokenizer) -> OpenChat:
             yield Chat(url, http, response.json())
 
     return opened
+
+
+@pytest.fixture(name="write_tokenizer")
+def write_tokenizer_fixture() -> Callable[..., Path]:
+    """Writes a tokenizer folder, see `write_tokenizer`."""
+    return write_tokenizer
+
+
+@pytest.fixture
+def chatml() -> str:
+    """The chat template of the small tokenizer."""
+    return CHATML
+
+
+@pytest.fixture(name="served")
+def served_fixture() -> Callable[[Any], contextlib.AbstractAsyncContextManager[str]]:
+    """Serves an application on a free port."""
+    return served

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -98,7 +98,7 @@ class SGLangEngine:
         task.add_done_callback(self._aborts.discard)
 
     @contextlib.contextmanager
-    def _errors(self, request: GenerateRequest) -> Iterator[None]:
+    def _errors(self, request: GenerateRequest) -> Generator[None, None, None]:
         try:
             yield
         except asyncio.CancelledError:
@@ -107,7 +107,8 @@ class SGLangEngine:
         except self._timeout_error as error:
             self._abort_soon(request.rid)
             raise EngineError(
-                f"{self.url} was silent for {self._timeout_s:g} s on {request.rid} ({len(request.input_ids)} tokens in)."
+                f"{self.url} was silent for {self._timeout_s:g} s on {request.rid} "
+                f"({len(request.input_ids)} tokens in)."
             ) from error
         except self._transport_error as error:
             raise EngineError(

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import aclosing, contextmanager
 
 from .dialects.chat import ChatRequest
@@ -37,7 +37,7 @@ class RunningTurn:
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # waiters may have left
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self) -> Generator[None, None, None]:
         """Wait for this turn; it is given up when nobody does any more."""
         self._waiting += 1
         try:

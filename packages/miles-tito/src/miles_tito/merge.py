@@ -40,7 +40,7 @@ class Setting:
     """What stays the same for all turns of one conversation and is not a message."""
 
     tools: Tools = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Template variables, such as `enable_thinking`."""
     now: datetime | None = None
     """The date that templates print, frozen."""

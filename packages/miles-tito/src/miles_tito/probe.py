@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -74,7 +75,7 @@ def probe_template(tokenizer: Tokenizer, family: Family | None = None) -> list[F
     except MilesError as error:
         return [Finding(case="the end of an assistant turn", level="error", message=str(error))]
     findings = [
-        _check(f"{what} after {history_name}", lambda: _join(joiner, history, appended))
+        _check(f"{what} after {history_name}", partial(_join, joiner, history, appended))
         for history_name, history in _HISTORIES.items()
         if joiner.writes_tool_calls or _CALL not in history
         for what, appended in _APPENDED.items()

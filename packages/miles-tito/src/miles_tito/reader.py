@@ -29,7 +29,7 @@ class TurnReader:
         self._text = tokenizer.decode_stream(keep=frozenset(i for i in marks if i is not None))
         self._parser = TurnParser(family, tools=tools, in_reasoning=in_reasoning)
         self._stop = tuple(stop)
-        self._held = ""
+        self._held: str = ""
         """Text that may be the beginning of a stop string."""
         self._stopped = False
 

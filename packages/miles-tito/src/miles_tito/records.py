@@ -83,10 +83,10 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     tokens: np.ndarray | None = None
     """[P] int32, for environments that work on ids instead of messages."""
-    task: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Plain data for the environment: label, files, limits."""
     images: tuple[Any, ...] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -130,7 +130,7 @@ class EpisodeResult:
 
     outcome: Outcome
     reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class Trajectory:
     loss_mask: np.ndarray
     """[T] bool, True where the policy sampled the token and it is to be trained."""
     logprobs: np.ndarray
-    """[T] float32, natural log p(tokens[i] | tokens[:i]) at `temperature`, before top-k/top-p; 0.0 where not sampled."""
+    """[T] float32, ln p(tokens[i] | tokens[:i]) at `temperature`, before top-k/top-p; 0.0 where not sampled."""
     versions: tuple[VersionSpan, ...] = ()
     """Sorted, disjoint; they cover every token with `loss_mask`."""
     parent_id: str | None = None
@@ -207,7 +207,7 @@ class Trajectory:
     finish_reason: FinishReason = FinishReason.STOP
     multimodal: Mapping[str, Any] | None = None
     adapter: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -250,7 +250,7 @@ class Episode:
     reward: float | None = None
     error: str | None = None
     trajectories: tuple[Trajectory, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     seconds: float = 0.0
     """Wall time of the execution, set-up and grading included."""
 
@@ -276,7 +276,7 @@ class Group:
     id: str
     prompt_id: str
     episodes: tuple[Episode, ...]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "episodes", tuple(self.episodes))
@@ -319,7 +319,7 @@ class Sample:
     """[T] float32, the reference policy's."""
     teacher_logprobs: np.ndarray | None = None
     """[T] float32, the teacher's."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ def create_app(
     )
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         sweeper = asyncio.create_task(server.store.sweep_forever())
         try:
             yield
@@ -153,8 +153,10 @@ class _Uvicorn(uvicorn.Server):
         if self.started:
             self._ready()
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
-        return super().capture_signals() if self._signals else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,9 +416,8 @@ def _usage(running: RunningTurn, node: Node) -> Usage:
 
 def _picker(name: str) -> Picker:
     if name not in PICKERS:
-        raise RequestError(
-            f"Unknown picker {name!r}; known: {', '.join(PICKERS)}.", code="invalid_value", param="picker"
-        )
+        known = ", ".join(PICKERS)
+        raise RequestError(f"Unknown picker {name!r}; known: {known}.", code="invalid_value", param="picker")
     return PICKERS[name]
 
 

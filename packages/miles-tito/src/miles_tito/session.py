@@ -165,7 +165,7 @@ class Session:
             input_ids=np.concatenate([*_ids(node.lineage if node else []), prompt_ids]),
             sampling=self.sampling,
             max_new_tokens=budget,
-            stop_token_ids=tuple(sorted({*self.joiner.stop_ids, *self.sampling.stop_token_ids, *stop_token_ids})),
+            stop_token_ids=self._stop_ids(stop_token_ids),
             stop=stops,
         )
         reader = TurnReader(
@@ -269,6 +269,10 @@ class Session:
             finish_reason=leaf.finish_reason or FinishReason.ABORT,
             metadata={**self.metadata, "num_turns": len(nodes)},
         )
+
+    def _stop_ids(self, asked: Sequence[int]) -> tuple[int, ...]:
+        ids: set[int] = {*self.joiner.stop_ids, *self.sampling.stop_token_ids, *asked}
+        return tuple(sorted(ids))
 
     def _split_reasoning(self, message: Message) -> Message:
         """Some clients replay reasoning inside the content, between its marks."""

@@ -48,7 +48,7 @@ class GroupRef:
     episodes: tuple[EpisodeSummary, ...]
     handle: Any = None
     """The Group itself in one process, a Ray ObjectRef across processes."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

@@ -25,8 +25,9 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception  # pyright: ignore[reportArgumentType]
+        # jinja leaves the types of these two tables open.
+        environment.filters["tojson"] = _to_json  # pyright: ignore[reportUnknownMemberType]
+        environment.globals["raise_exception"] = _raise_exception  # pyright: ignore[reportUnknownMemberType]
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}

@@ -46,7 +46,7 @@ def write_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
             "shape": list(array.shape),
             "data_offsets": [offset, offset + array.nbytes],
         }
-        chunks.append(memoryview(np.ascontiguousarray(array, _TO_DTYPE[dtype]).reshape(-1).view(np.uint8)))
+        chunks.append(np.ascontiguousarray(array, _TO_DTYPE[dtype]).reshape(-1).view(np.uint8).data)
         offset += array.nbytes
     head = msgspec.json.encode(header)
     head += b" " * (-len(head) % 8)

@@ -77,7 +77,7 @@ class ScriptedEngine:
         finished = False
         try:
             reply = await self._reply(request, index)
-            ids = list(reply.ids)[: request.max_new_tokens]
+            ids: list[int] = list(reply.ids)[: request.max_new_tokens]
             finish = reply.finish_reason if len(ids) == len(reply.ids) else FinishReason.LENGTH
             for n, token in enumerate(ids):
                 if self._before_token:
@@ -125,7 +125,7 @@ class ScriptedEngine:
             reply = self._script[index]
         if isinstance(reply, str):
             assert self._tokenizer, "a script of texts needs the tokenizer"
-            ids = self._tokenizer.encode(reply).tolist()
+            ids: list[int] = self._tokenizer.encode(reply).tolist()
             return Reply(ids=[*ids, self._tokenizer.eos_ids[0]])
         return reply if isinstance(reply, Reply) else Reply(ids=reply)
 

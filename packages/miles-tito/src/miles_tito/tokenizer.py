@@ -96,7 +96,7 @@ class Tokenizer:
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.control_ids = frozenset(i for i, token in added.items() if token.special or token.content[:2] == "<|")
         own_eos = self.token_id(special_tokens.get("eos_token", ""))
-        self.eos_ids = tuple(sorted({*eos_ids, *([] if own_eos is None else [own_eos])}))
+        self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *([] if own_eos is None else [own_eos])}))
         self._add_stand_ins()
 
     def token_id(self, text: str) -> int | None:
@@ -188,9 +188,9 @@ class Tokenizer:
         return TextStream(self, keep)
 
     def _add_stand_ins(self) -> None:
-        self._nonce = f"Qx{secrets.token_hex(12)}"  # letters and digits only: no template escapes them
-        self._stand_ins = {text: f"{self._nonce}n{token_id}z" for text, token_id in self._added.items()}
-        self._backend.add_special_tokens(
+        self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits only: no template escapes them or changes case
+        self._stand_ins = {text: f"{self._nonce}{token_id:08d}" for text, token_id in self._added.items()}
+        self._backend.add_special_tokens(  # pyright: ignore[reportUnknownMemberType]
             [tokenizers.AddedToken(t, special=True, normalized=False) for t in self._stand_ins.values()]
         )
         self._stood_for = {self._backend.token_to_id(mark): text for text, mark in self._stand_ins.items()}

@@ -39,7 +39,7 @@ class Node:
     """Spans over `completion_ids`."""
     finish_reason: FinishReason | None = None
     """None while the turn runs."""
-    message: Message = field(default_factory=dict)
+    message: Message = field(default_factory=Message)
     """The reply as the client got it."""
     num_ids: int = 0
     """Ids up to the end of this turn."""

@@ -48,7 +48,7 @@ _NESTED: dict[type[Any], dict[str, Callable[[Any], Any]]] = {}
 
 def encode(record: Any) -> bytes:
     """One record as msgpack bytes."""
-    return _pack(type(record), record, many=False)
+    return _pack(cast("type[Any]", type(record)), record, many=False)
 
 
 def encode_many(records: Sequence[Any], cls: type[Any]) -> bytes:
@@ -140,12 +140,13 @@ def _unpack(data: bytes | memoryview, cls: type[Any], *, many: bool) -> Any:
         envelope = msgspec.msgpack.decode(data, ext_hook=_decode_array)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{len(data)} bytes are no whole record, torn or damaged: {error}.") from error
-    if not isinstance(envelope, list) or len(cast("list[Any]", envelope)) < 2 or envelope[0] != _MAGIC:
+    parts = cast("list[Any]", envelope) if isinstance(envelope, list) else []
+    if len(parts) < 2 or parts[0] != _MAGIC:
         raise WireError(f"{len(data)} bytes hold no Miles record.")
-    _check_version(envelope[1])
-    if len(cast("list[Any]", envelope)) != 5:
-        raise WireError(f"A record envelope of schema {SCHEMA_VERSION} has 5 parts, not {len(envelope)}.")
-    _, _, name, got_many, payload = cast("list[Any]", envelope)
+    _check_version(parts[1])
+    if len(parts) != 5:
+        raise WireError(f"A record envelope of schema {SCHEMA_VERSION} has 5 parts, not {len(parts)}.")
+    _, _, name, got_many, payload = parts
     if name != cls.__name__ or got_many is not many:
         raise WireError(
             f"These bytes hold {'many' if got_many else 'one'} {name}, not {'many' if many else 'one'} {cls.__name__}."
@@ -161,17 +162,18 @@ def _check_version(version: Any) -> None:
 
 def _encode_other(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            raise TypeError(f"an array of type {value.dtype} holds Python objects.")
-        head = msgspec.msgpack.encode([value.dtype.str, value.shape])
-        body = memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        array = cast("np.ndarray", value)
+        if array.dtype.hasobject:
+            raise TypeError(f"an array of type {array.dtype} holds Python objects.")
+        head = msgspec.msgpack.encode([array.dtype.str, array.shape])
+        body = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         return msgspec.msgpack.Ext(_ARRAY, b"".join((len(head).to_bytes(2, "little"), head, body)))
     return _plain_scalar(value)
 
 
 def _plain_scalar(value: Any) -> Any:
     if isinstance(value, np.generic):
-        return value.item()
+        return cast("np.generic", value).item()
     if isinstance(value, Mapping):
         return dict(cast("Mapping[Any, Any]", value))
     raise TypeError(f"a value of type {type(value).__name__} is not plain data: {value!r:.80}.")

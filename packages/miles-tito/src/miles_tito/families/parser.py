@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from miles_tito.records import Message
+
 from .base import Family
 
 
@@ -50,9 +51,9 @@ class TurnParser:
         self._state: Literal["start", "reasoning", "content", "tool"] = "start" if family.reasoning else "content"
         if in_reasoning:
             self._state = "reasoning"
-        self._buffer = ""
+        self._buffer: str = ""
         self._skip_space = in_reasoning
-        self._held = ""
+        self._held: str = ""
         """Whitespace before a tool call: dropped with a good call, content with a bad one."""
         self._texts = {"reasoning": "", "content": ""}
         self._calls: list[ToolCall] = []
@@ -61,9 +62,8 @@ class TurnParser:
         """The pieces that became certain."""
         self._buffer += text
         pieces: list[Piece] = []
-        while (step := getattr(self, f"_{self._state}_step")(pieces)) and self._buffer:
+        while self._buffer and self._step(pieces):
             pass
-        del step
         return self._record(pieces)
 
     def finish(self) -> list[Piece]:
@@ -107,7 +107,19 @@ class TurnParser:
             pieces.append(TextPiece(kind, text))
             self._skip_space = False
 
-    def _start_step(self, pieces: list[Piece]) -> bool:
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Read on in the buffer; False when more text is needed."""
+        match self._state:
+            case "start":
+                return self._start_step()
+            case "reasoning":
+                return self._reasoning_step(pieces)
+            case "content":
+                return self._content_step(pieces)
+            case "tool":
+                return self._tool_step(pieces)
+
+    def _start_step(self) -> bool:
         assert self._reasoning
         mark = self._reasoning[0]
         text = self._buffer.lstrip()

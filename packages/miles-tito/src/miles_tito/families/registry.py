@@ -5,6 +5,7 @@ from __future__ import annotations
 from miles_tito.errors import TemplateError
 from miles_tito.probe import detect_close, probe_template
 from miles_tito.tokenizer import Tokenizer
+
 from . import qwen3, smollm2, tiny
 from .base import Family
 
