@@ -9,6 +9,7 @@ from functools import partial
 from importlib import metadata
 
 from miles_rollout.engines import EngineVersionError, check_sglang, check_smg, has_gpu, resolve_device
+from miles_rollout.engines.versions import Device
 from packaging.requirements import Requirement
 
 from miles_core.config import Config
@@ -57,7 +58,7 @@ def torch(config: Config, ask: Sequence[str] = (sys.executable, "-c", _ASK_TORCH
 
 def sglang(config: Config) -> Iterator[Finding]:
     """The exact release for each device that engines start on."""
-    devices = {resolve_device(engine.device) for engine in config.engines.values() if not engine.urls}
+    devices: set[Device] = {resolve_device(engine.device) for engine in config.engines.values() if not engine.urls}
     if not devices:
         yield Finding(check="sglang", level="ok", message="no engine is started here")
     for device in devices:
@@ -120,5 +121,7 @@ def _version_check(name: str, check: Callable[[], str], *, level: Level) -> Find
     try:
         return Finding(check=name, level="ok", message=check())
     except EngineVersionError as error:
-        message, _, fix = str(error).rpartition(": ")
+        # "What is wrong. Install it: command": the sentence that leads to the command says nothing by itself.
+        told, _, fix = str(error).rpartition(": ")
+        message = told.rpartition(". ")[0] or told
         return Finding(check=name, level=level, message=message, fix=fix)
