@@ -171,7 +171,9 @@ def test_a_bare_name_is_the_recipe_and_a_suffix_makes_it_a_file(write):
         (["--train.loss.kind", "sft"], "which ignores rewards"),
         (["--train.minibatches", "200"], "is 200 but a batch has 128 episodes (16 groups of 8)"),
         (["--train.ranks", "200"], "train.ranks is 200 but a batch has only 128 episodes"),
-        (["--engines.e.role", "teacher"], 'no engine with role = "rollout"'),
+        (["--engines.e.role", "teacher"], 'no table with role = "rollout"'),
+        (["--engines.e.role", "teacher"], 'engines.e.role is "teacher"; `miles rl` starts engines with role'),
+        (["--engines.a.tp", "1", "--engines.b.tp", "1"], "engines.b is a second table"),
         (["--sft.steps", "5"], "sft.data is not set but sft.steps is 5"),
         (["--model.builder", "b:b"], "set one of them"),
         (["--model.builder-args.x", "1"], "there is no `builder` to take them"),
@@ -193,14 +195,17 @@ def test_what_a_command_needs_is_asked_for():
 
 def test_a_key_that_is_wrong_is_not_told_to_be_missing_too():
     assert problems_of("--model.path", "5 5", "--env.target", "t:t", "--env.target.x", "3") == [
-        '--env.target.x is {"x": 3}; it must be: text | "none".'
+        '--env.target.x: env.target is {"x": 3}; it must be: text | "none".'
     ]
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (told,) = problems_of(*MINIMAL, "--monitor.trackio.enabled")
-    assert told == "--monitor.trackio.enabled is on but trackio is not installed: pip install 'miles-core[trackio]'."
+    assert (
+        told
+        == "--monitor.trackio.enabled: monitor.trackio is on but trackio is not installed: pip install 'miles-core[trackio]'."
+    )
 
 
 def test_settings_without_effect_warn():

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +252,8 @@ def test_the_catalogue_describes_names_and_families(name, expected):
 
 def test_the_catalogue_prints_as_a_table():
     assert "| `staleness/max` |" in markdown_table()
+
+
+def test_the_readme_has_the_catalogue():
+    readme = Path(__file__).parents[2] / "README.md"
+    assert markdown_table() in readme.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -11,7 +12,9 @@ import pytest
 from miles_core import report
 from miles_core.monitor import JsonlMonitor
 from miles_core.report.charts import by_lag, main_charts, other_charts, thin
-from miles_core.report.read import pick, read_run
+from miles_core.report.read import _sparse, pick, read_run
+from miles_core.spool import SpoolWriter
+from miles_tito.records import Episode, Group, Outcome
 
 HOSTILE = '</i></p><script>alert(1)</script><img src=x onerror="alert(2)">\u202egnihsihp'
 
@@ -133,8 +136,68 @@ def test_conversations_come_from_the_start_to_the_end_of_the_run(make_run):
     assert [s.episode.reward for s in shown] == [0.0, 1.0] * 4
 
 
-def test_nothing_is_picked_from_no_groups():
+def test_the_index_of_fates_is_preferred_and_names_the_step(make_run):
+    run = make_run(steps=60)
+    offset = (run / "trajectories" / "worker-0.spool").stat().st_size
+    spool = SpoolWriter(run / "trajectories", "worker-1")
+    group = read_run(run).shown[0].episode.group_id
+    address = spool.append(next(iter(_groups_of(run))))
+    lines = [
+        {"group": "x", "fate": "filtered", "version": 3, "spool": ["worker-0.spool", 0]},
+        {"group": group, "fate": "trained", "version": 7, "spool": [address.file, address.offset]},
+    ]
+    (run / "trajectories" / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"gro')
+    assert offset > 0
+    assert {shown.fate for shown in read_run(run).shown} == {"trained at step 7"}
+    assert "trained at step 7 · worst of its group" in page_of(run).words
+
+
+def _groups_of(run):
+    from miles_core.spool import read_groups
+
+    return read_groups(run / "trajectories" / "worker-0.spool")
+
+
+@pytest.mark.parametrize("count", [0, 5, 127, 128, 129, 1000])
+def test_a_huge_spool_is_read_sparsely_from_its_start_to_its_end(count):
+    kept = _sparse(iter(range(count)))
+    assert len(kept) <= 128
+    assert len(kept) >= min(count, 64)
+    gaps = {b - a for a, b in itertools.pairwise(kept)}
+    assert len(gaps) <= 1
+    assert not kept or (kept[0] == 0 and count - kept[-1] <= max(gaps, default=1))
+
+
+def test_an_episode_without_a_reward_is_shown_beside_the_scored_ones(make_run):
+    (group, *_) = _groups_of(make_run(steps=3))
+    failed = Episode(
+        id="f",
+        prompt_id=group.prompt_id,
+        group_id=group.id,
+        outcome=Outcome.INFRA_ABORT,
+        error="engine gone",
+        trajectories=group.episodes[0].trajectories,
+    )
+    alike = Group(id=group.id, prompt_id=group.prompt_id, episodes=(group.episodes[0], failed))
+    assert [s.label for s in pick([(alike, "")])] == ["all of its group alike", "without a reward"]
     assert pick([]) == []
+
+
+def test_sft_shows_the_loss_on_demonstrations_and_no_empty_charts(tmp_path):
+    monitor = JsonlMonitor(tmp_path)
+    for step in (1, 2, 3):
+        monitor.log(step, {"loss/nll": 2.0 / step, "time/step": 0.1, "time/train": 0.1})
+    page = page_of(tmp_path)
+    assert "Demonstrations" in page.words
+    assert "Staleness" not in page.words
+    assert "not measured" not in page.words
+
+
+def test_the_warm_up_before_rl_has_a_chart(make_run):
+    run = make_run(steps=3)
+    (run / "sft").mkdir()
+    JsonlMonitor(run / "sft").log(1, {"loss/nll": 2.0})
+    assert "Warm-up" in page_of(run).words
 
 
 def test_a_long_run_is_thinned_with_maxima_counts_and_means_kept():

@@ -81,8 +81,7 @@ def _trackers(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _rl(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if config.env.target is None:
         yield ("env", "target"), "is not set. Set it to `module:function` that returns an environment."
-    if not any(engine.role == "rollout" for engine in config.engines.values()):
-        yield ("engines",), 'has no engine with role = "rollout"; nothing would generate.'
+    yield from _engines(config)
     if config.train.loss.kind == "sft":
         yield ("train", "loss", "kind"), 'is "sft", which ignores rewards. Use "policy", or `miles sft`.'
     if config.rollout.sampling.temperature == 0:
@@ -99,6 +98,24 @@ def _rl(config: Config) -> Iterator[tuple[KeyPath, str]]:
         )
     if config.train.ranks > episodes:
         yield ("train", "ranks"), f"is {config.train.ranks} but a batch has only {episodes} episodes."
+
+
+def _engines(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    rollout = [name for name, engine in config.engines.items() if engine.role == "rollout"]
+    if not rollout:
+        yield ("engines",), 'has no table with role = "rollout"; nothing would generate.'
+    for name in rollout[1:]:
+        yield (
+            ("engines", name),
+            f'is a second table with role = "rollout" beside engines.{rollout[0]}; `miles rl` starts one. '
+            "Raise its `count` for more engines.",
+        )
+    for name, engine in config.engines.items():
+        if engine.role != "rollout":
+            yield (
+                ("engines", name, "role"),
+                f'is "{engine.role}"; `miles rl` starts engines with role = "rollout" only.',
+            )
 
 
 def _sft(config: Config) -> Iterator[tuple[KeyPath, str]]:

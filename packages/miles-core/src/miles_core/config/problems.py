@@ -21,7 +21,8 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         if not self.source:
             return f"{self.key} {self.message}"
-        if not self.key or self.source.startswith("--"):
+        is_same = self.source.startswith("--") and self.source[2:].replace("-", "_") == self.key.replace("-", "_")
+        if not self.key or is_same:
             return f"{self.source} {self.message}"
         return f"{self.source}: {self.key} {self.message}"
 

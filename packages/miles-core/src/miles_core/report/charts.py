@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from miles_core.monitor.names import METRICS, describe
 from miles_core.monitor.summary import TERMINAL_FATES
@@ -30,9 +31,16 @@ def by_lag(rows: Rows) -> list[dict[str, float]]:
 
 
 def main_charts(rows: Rows) -> list[Chart]:
-    """The charts that every reader wants, first the one that answers whether it learns."""
-    return [
+    """The charts that every reader wants, the one that answers whether it learns first; none without values."""
+    charts = [
         _reward(rows),
+        _lines(
+            rows,
+            "Demonstrations",
+            "Mean negative log-probability of the tokens to imitate.",
+            (("nats a token", "loss/nll"),),
+            size="wide",
+        ),
         _lines(rows, "Episode length", "Tokens that the policy sampled in an episode.", _LENGTHS, floor=0),
         _lines(
             rows,
@@ -61,6 +69,14 @@ def main_charts(rows: Rows) -> list[Chart]:
             ceiling=1,
         ),
     ]
+    return [chart for chart in charts if not chart.is_empty()]
+
+
+def warm_up_charts(rows: Rows) -> list[Chart]:
+    """What SFT before RL did; nothing where there was none."""
+    note = "SFT before RL: mean negative log-probability of the tokens to imitate."
+    chart = _lines(rows, "Warm-up", note, (("nats a token", "loss/nll"),))
+    return [] if chart.is_empty() else [chart]
 
 
 def other_charts(rows: Rows, *, drawn: Iterable[Chart]) -> list[Chart]:
@@ -195,6 +211,7 @@ def _lines(
     *,
     floor: float | None = None,
     ceiling: float | None = None,
+    size: Literal["wide", "normal"] = "normal",
 ) -> Chart:
     return Chart(
         title=title,
@@ -208,6 +225,7 @@ def _lines(
         metrics=[name for _, name in lines],
         floor=floor,
         ceiling=ceiling,
+        size=size,
     )
 
 

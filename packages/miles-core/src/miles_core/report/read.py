@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from miles_core.monitor.jsonl import read_metrics, read_summary
 from miles_core.monitor.summary import RunSummary
-from miles_core.spool import read_groups
+from miles_core.spool import SpoolAddress, read_group, read_groups
 
 MOMENTS = 4
 """Points of the run that conversations are shown from, first and last included."""
@@ -26,6 +26,8 @@ class Shown:
 
     episode: Episode
     label: str
+    fate: str
+    """What became of its group, empty where that is not known."""
     siblings: int
     """Episodes of its group."""
 
@@ -36,6 +38,8 @@ class RunData:
 
     path: Path
     rows: Sequence[Mapping[str, float]]
+    warm_up: Sequence[Mapping[str, float]]
+    """Steps of SFT before RL."""
     summary: RunSummary | None
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -49,12 +53,13 @@ def read_run(path: Path) -> RunData:
     notes: list[str] = []
     shown: list[Shown] = []
     try:
-        shown = pick(list(_sparse(_spooled(path / "trajectories"))))
+        shown = pick(_told(path / "trajectories"))
     except (MilesError, OSError) as error:
         notes.append(f"Conversations could not be read: {error}")
     return RunData(
         path=path,
         rows=read_metrics(path),
+        warm_up=read_metrics(path / "sft"),
         summary=read_summary(path),
         config=_json(path / "config.json", notes),
         environment=_json(path / "environment.json", notes),
@@ -63,13 +68,14 @@ def read_run(path: Path) -> RunData:
     )
 
 
-def pick(groups: Sequence[Group]) -> list[Shown]:
-    """The best and the worst episode of a few groups spread over the run, by the version that sampled them."""
-    told = sorted((g for g in groups if any(e.trajectories for e in g.episodes)), key=_version)
-    count = min(MOMENTS, len(told))
-    chosen = [told[round(i * (len(told) - 1) / max(count - 1, 1))] for i in range(count)]
+def pick(told: Sequence[tuple[Group, str]]) -> list[Shown]:
+    """The best and the worst episode of each group, and one that failed.
+
+    Args:
+        told: groups in the order to show them, each with its fate.
+    """
     shown: list[Shown] = []
-    for group in chosen:
+    for group, fate in told:
         episodes = [e for e in group.episodes if e.trajectories]
         scored = sorted((e for e in episodes if e.reward is not None), key=lambda e: e.reward or 0.0)
         picks = {"worst of its group": scored[0], "best of its group": scored[-1]} if scored else {}
@@ -78,7 +84,8 @@ def pick(groups: Sequence[Group]) -> list[Shown]:
         failed = next((e for e in episodes if e.reward is None), None)
         if failed is not None:
             picks["without a reward"] = failed
-        shown += [Shown(episode=e, label=label, siblings=len(group.episodes)) for label, e in picks.items()]
+        siblings = len(group.episodes)
+        shown += [Shown(episode=e, label=label, fate=fate, siblings=siblings) for label, e in picks.items()]
     return shown
 
 
@@ -93,22 +100,51 @@ def load_tokenizer(run: RunData) -> Tokenizer | None:
     return Tokenizer.from_file(str(found)) if found else None
 
 
-def _spooled(directory: Path) -> Iterator[Group]:
-    for file in sorted(directory.glob("*.spool")):
-        yield from read_groups(file)
+def _told(trajectories: Path) -> list[tuple[Group, str]]:
+    """A few groups spread over the run, with their fates: trained ones by the index, any by the spools without it."""
+    trained = [line for line in _index(trajectories) if line.get("fate") == "trained" and line.get("spool")]
+    if trained:
+        return [
+            (read_group(trajectories, SpoolAddress(file=line["spool"][0], offset=line["spool"][1])), _fate(line))
+            for line in _spread(trained)
+        ]
+    spooled = (group for file in sorted(trajectories.glob("*.spool")) for group in read_groups(file))
+    kept = [group for group in _sparse(spooled) if any(e.trajectories for e in group.episodes)]
+    return [(group, "") for group in _spread(sorted(kept, key=_version))]
 
 
-def _sparse(groups: Iterator[Group], *, keep: int = 64) -> Iterator[Group]:
-    """At most twice `keep` groups at even distances, without holding the rest: a run may have spooled gigabytes."""
+def _spread(items: Sequence[Any]) -> list[Any]:
+    """At most `MOMENTS` of them at even distances, first and last included."""
+    count = min(MOMENTS, len(items))
+    return [items[round(i * (len(items) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def _index(trajectories: Path) -> list[dict[str, Any]]:
+    """Lines of the fate index; a torn last line is left out."""
+    file = trajectories / "index.jsonl"
+    lines: list[dict[str, Any]] = []
+    for line in file.read_bytes().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def _fate(line: Mapping[str, Any]) -> str:
+    return f"{line['fate']} at step {line['version']}"
+
+
+def _sparse(groups: Iterator[Group], *, keep: int = 64) -> list[Group]:
+    """Between `keep` and twice as many groups at even distances, without ever holding more: spools may be gigabytes."""
     kept: list[Group] = []
     stride = 1
     for index, group in enumerate(groups):
         if index % stride == 0:
             kept.append(group)
-            if len(kept) == 2 * keep:
-                kept = kept[::2]
-                stride *= 2
-    yield from kept
+        if len(kept) == 2 * keep:
+            kept, stride = kept[::2], 2 * stride
+    return kept
 
 
 def _version(group: Group) -> int:

@@ -17,7 +17,7 @@ from miles_tito.errors import MilesError
 
 from miles_core.monitor.summary import format_seconds
 
-from .charts import by_lag, main_charts, other_charts, thin
+from .charts import by_lag, main_charts, other_charts, thin, warm_up_charts
 from .read import RunData, Shown, load_tokenizer, read_run
 from .strips import token_strip
 from .svg import draw
@@ -116,7 +116,7 @@ def _charts(run: RunData) -> list[str]:
     if not run.rows:
         return ['<section><p class="nothing">No step has been logged yet.</p></section>']
     rows = thin(by_lag(run.rows))
-    charts = main_charts(rows)
+    charts = [*main_charts(rows), *warm_up_charts(thin(run.warm_up))]
     others = other_charts(rows, drawn=charts)
     merged = f" Each point merges about {len(run.rows) / len(rows):.0f} steps." if len(rows) < len(run.rows) else ""
     sections = [f'<section class="charts">{"".join(draw(chart) for chart in charts)}</section>']
@@ -155,12 +155,12 @@ def _episode(shown: Shown, tokenizer: Any, *, is_open: bool) -> str:
     )
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:.3g}"
     tokens = f"{episode.loss_denominator} of {sum(len(t.tokens) for t in episode.trajectories)} tokens sampled"
-    facts = [sampled_by, shown.label, tokens, str(episode.outcome).replace("_", " ")]
+    facts = [f"sampled by {sampled_by}", shown.fate, shown.label, tokens, str(episode.outcome).replace("_", " ")]
     error = f'<p class="note">{safe(episode.error)}</p>' if episode.error else ""
     strips = "".join(f'<div class="strip">{token_strip(t, tokenizer)}</div>' for t in episode.trajectories)
     return (
         f"<details{' open' if is_open else ''}><summary><strong>{reward}</strong> "
-        f"{' · '.join(safe(fact) for fact in facts)}<small>prompt {safe(episode.prompt_id)}, one of "
+        f"{' · '.join(safe(fact) for fact in facts if fact)}<small>prompt {safe(episode.prompt_id)}, one of "
         f"{shown.siblings} siblings</small></summary>{error}{strips}</details>"
     )
 
