@@ -12,6 +12,8 @@ from miles_core.config.keys import leaves
 from miles_core.config.schema import Config
 
 PACKAGES = Path(miles_core.__file__).parents[3]
+DESCRIBE = ("miles_core/config/", "miles_core/doctor/", "miles_core/plan.py")
+"""Code that only checks or describes a setting does not make it do anything."""
 
 
 def attributes_read(tree: ast.AST) -> Iterator[str]:
@@ -34,6 +36,8 @@ def test_every_key_is_read_by_product_code():
         pytest.skip("needs the sources of all packages")
     read: set[str] = set()
     for file in PACKAGES.glob("miles-*/src/**/*.py"):
+        if any(part in file.as_posix() for part in DESCRIBE):
+            continue
         read |= set(attributes_read(ast.parse(file.read_text(encoding="utf-8"))))
     ignored = [str(key) for key in leaves(Config) if key.path[-1] not in read]
     assert not ignored, f"accepted and ignored: {', '.join(ignored)}"

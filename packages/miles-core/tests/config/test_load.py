@@ -202,9 +202,9 @@ def test_a_key_that_is_wrong_is_not_told_to_be_missing_too():
 def test_a_tracker_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (told,) = problems_of(*MINIMAL, "--monitor.trackio.enabled")
-    assert (
-        told
-        == "--monitor.trackio.enabled: monitor.trackio is on but trackio is not installed: pip install 'miles-core[trackio]'."
+    assert told == (
+        "--monitor.trackio.enabled: monitor.trackio is on but trackio is not installed: "
+        "pip install 'miles-core[trackio]'."
     )
 
 

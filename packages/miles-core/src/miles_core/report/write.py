@@ -17,6 +17,7 @@ from miles_tito.errors import MilesError
 
 from miles_core.monitor.summary import format_seconds
 
+from .chart import format_number
 from .charts import by_lag, main_charts, other_charts, thin, warm_up_charts
 from .read import RunData, Shown, load_tokenizer, read_run
 from .strips import token_strip
@@ -94,7 +95,7 @@ def _figures(run: RunData) -> str:
         figures.append(("held-out score", f"{after:.3f}", gain))
     gaps = [row["logprob_gap/same_version_max"] for row in run.rows if "logprob_gap/same_version_max" in row]
     if gaps := [gap for gap in gaps if math.isfinite(gap)]:
-        figures.append(("same-version log-prob gap", f"{max(gaps):.1e}", "maximum over every token of every step"))
+        figures.append(("same-version log-prob gap", format_number(max(gaps)), "maximum, every token"))
     if (summary := run.summary) is not None:
         if summary.samples_per_s is not None:
             figures.append(("samples a second", f"{summary.samples_per_s:.2f}", "episodes trained"))
