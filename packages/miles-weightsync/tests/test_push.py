@@ -19,7 +19,7 @@ SMALL_BUCKETS = PushConfig(bucket_bytes=600, timeout_s=20)
 def assert_serves(engine: FakeEngine, version: int) -> None:
     expected = weights(version)
     for name, tensor in engine.params.items():
-        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), rtol=0, atol=0)
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
     assert engine.version == str(version)
     assert not engine.is_paused
     assert not engine.resumed_mixed
@@ -66,7 +66,9 @@ def test_shared_memory_is_reused_between_pushes_and_grows_when_a_plan_needs_it(e
     assert_serves(engine, 2)
 
 
-def test_two_engines_with_different_tensor_parallelism_are_both_verified(make_engine: Callable[..., FakeEngine]) -> None:
+def test_two_engines_with_different_tensor_parallelism_are_both_verified(
+    make_engine: Callable[..., FakeEngine],
+) -> None:
     first, second = make_engine(tp=1), make_engine(tp=2)
     with Pusher([first.url, second.url], config=SMALL_BUCKETS) as pusher:
         report = pusher.push(shards(weights(1)), version=1)
@@ -96,7 +98,10 @@ def test_keep_sends_the_trainers_type_and_the_engine_converts(make_engine: Calla
 
 def test_engines_of_different_types_are_refused_until_the_user_decides(make_engine: Callable[..., FakeEngine]) -> None:
     urls = [make_engine(dtype=dtype).url for dtype in ("float32", "bfloat16")]
-    with Pusher(urls, config=PushConfig()) as pusher, pytest.raises(SyncError, match=r"different element types.*set `dtype`"):
+    with (
+        Pusher(urls, config=PushConfig()) as pusher,
+        pytest.raises(SyncError, match=r"different element types.*set `dtype`"),
+    ):
         pusher.push(shards(weights(1)), version=1)
 
 
@@ -156,7 +161,9 @@ def test_the_same_version_may_be_pushed_again_but_an_older_one_is_refused(engine
 def test_a_wrong_checksum_names_the_parameter_and_keeps_the_engine_paused(engine: FakeEngine) -> None:
     engine.corrupt = "model.layers.0.self_attn.k_proj.weight"
     with Pusher([engine.url], config=SMALL_BUCKETS) as pusher:
-        with pytest.raises(SyncError, match=r"phase `verify`: .*1 of 7 parameters differ: model\.layers\.0\.self_attn\.qkv_proj"):
+        with pytest.raises(
+            SyncError, match=r"phase `verify`: .*1 of 7 parameters differ: model\.layers\.0\.self_attn\.qkv_proj"
+        ):
             pusher.push(shards(weights(1)), version=1)
         assert engine.is_paused
         assert engine.version == "default"
@@ -165,7 +172,10 @@ def test_a_wrong_checksum_names_the_parameter_and_keeps_the_engine_paused(engine
 def test_a_parameter_that_was_not_pushed_is_named(engine: FakeEngine) -> None:
     tensors = weights(1)
     del tensors["model.norm.weight"]
-    with Pusher([engine.url], config=PushConfig()) as pusher, pytest.raises(SyncError, match=r"were not pushed: model\.norm\.weight"):
+    with (
+        Pusher([engine.url], config=PushConfig()) as pusher,
+        pytest.raises(SyncError, match=r"were not pushed: model\.norm\.weight"),
+    ):
         pusher.push(shards(tensors), version=1)
 
 
@@ -261,11 +271,14 @@ def test_an_engine_that_shared_memory_cannot_serve_is_refused_before_it_is_touch
     make_engine: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replicas = make_engine(dp=2)
-    with Pusher([replicas.url], config=PushConfig()) as pusher, pytest.raises(SyncError, match="2 data-parallel replicas"):
+    with (
+        Pusher([replicas.url], config=PushConfig()) as pusher,
+        pytest.raises(SyncError, match="2 data-parallel replicas"),
+    ):
         pusher.push(shards(weights(1)), version=1)
     far = make_engine()
     monkeypatch.setattr("miles_weightsync.fleet.is_local", lambda url: False)
-    with Pusher([far.url], config=PushConfig()) as pusher, pytest.raises(SyncError, match="another host.*way = disk"):
+    with Pusher([far.url], config=PushConfig()) as pusher, pytest.raises(SyncError, match=r"another host.*way = disk"):
         pusher.push(shards(weights(1)), version=1)
     assert not replicas.is_paused
     assert not far.is_paused

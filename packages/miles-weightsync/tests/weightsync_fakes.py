@@ -71,7 +71,9 @@ def shm_names() -> list[str]:
 class FakeEngine:
     """Answers like SGLang 0.5.23 where a pusher looks; keeps what it was told."""
 
-    def __init__(self, *, tp: int = 1, dtype: str = "float32", architecture: str = "LlamaForCausalLM", dp: int = 1) -> None:
+    def __init__(
+        self, *, tp: int = 1, dtype: str = "float32", architecture: str = "LlamaForCausalLM", dp: int = 1
+    ) -> None:
         self.tp, self.dp, self.dtype, self.architecture = tp, dp, dtype, architecture
         self.params = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in SHAPES.items()}
         self.requests: list[tuple[str, dict[str, Any]]] = []
@@ -134,7 +136,13 @@ class FakeEngine:
         return getattr(self, "do_" + path.strip("/"))(body)
 
     def do_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, {"tp_size": self.tp, "dp_size": self.dp, "dtype": self.dtype, "device": "cpu", "model_path": "/none"}
+        return 200, {
+            "tp_size": self.tp,
+            "dp_size": self.dp,
+            "dtype": self.dtype,
+            "device": "cpu",
+            "model_path": "/none",
+        }
 
     def do_model_info(self, body: dict[str, Any]) -> tuple[int, Any]:
         return 200, {"architectures": [self.architecture], "weight_version": self.version}

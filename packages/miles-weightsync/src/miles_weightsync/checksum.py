@@ -16,7 +16,7 @@ import torch
 
 from .buckets import Bucket, Slot, torch_dtype
 from .engine import EngineFacts
-from .engine_layouts import ARCHITECTURES, Placement, local_block, locate
+from .engine_layouts import ARCHITECTURES, Placement, local_block, local_shape, locate
 from .staging import view
 from .tile_hash import TileHash
 
@@ -128,12 +128,12 @@ class ExpectedChecksums:
         return local_block(whole, place, tp=self._layout.tp, rank=rank, num_kv_heads=self._layout.num_kv_heads)
 
     def _local_bytes(self, slot: Slot, place: Placement) -> int:
-        """Bytes of one rank's block, from shapes alone."""
+        """Bytes of one rank's block."""
         dtype = torch_dtype(slot.dtype)
         if self._layout.dtype is not None and dtype.is_floating_point:
             dtype = torch_dtype(self._layout.dtype)
-        block = self._block(torch.empty(slot.shape, dtype=dtype, device="meta"), place, 0)
-        return math.prod(block.shape) * dtype.itemsize
+        shape = local_shape(slot.shape, place, tp=self._layout.tp, num_kv_heads=self._layout.num_kv_heads)
+        return math.prod(shape) * dtype.itemsize
 
     def _feed(self, rank: int, place: Placement, block: torch.Tensor) -> None:
         key = (rank, place.param)

@@ -34,20 +34,13 @@ class Ranks:
     """The process group of a push: a group of its own on gloo, whose collectives end by timeout, never hang."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
-        self.rank, self.size, self._group = 0, 1, None
+        self.rank, self.size = 0, 1
+        self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             if self.size > 1:
-                self._group = cast(
-                    dist.ProcessGroup,
-                    _dist.new_group(
-                        ranks=members,
-                        backend="gloo",
-                        timeout=timedelta(seconds=timeout_s + _GRACE_S),
-                        use_local_synchronization=True,  # other ranks of the trainer need not take part
-                    ),
-                )
+                self._group = _gloo_group(tuple(members), timeout_s + _GRACE_S)
 
     @property
     def is_leader(self) -> bool:
@@ -87,12 +80,6 @@ class Ranks:
         """Rank 0: receive what `rank` sends."""
         dist.recv(data, group=self._group, group_src=rank)
 
-    def close(self) -> None:
-        """Leave the group; the trainer's own groups stay."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
-
     def _gather(self, phase: str, outcome: _Outcome[T]) -> list[_Outcome[T]]:
         if self.size == 1:
             return [outcome]
@@ -100,12 +87,36 @@ class Ranks:
         try:
             _dist.all_gather_object(everyone, outcome, group=self._group)
         except RuntimeError as error:  # gloo: timeout, or the connection of a dead rank
+            _forget(self._group)
             raise SyncError(
                 f"Rank {self.rank} lost the other {self.size - 1} trainer ranks in phase `{phase}` of a push "
                 f"({_first_line(error)}). One of them died or hangs; see its log.",
                 phase=phase,
             ) from error
         return everyone
+
+
+_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
+"""Kept for the life of the trainer's default group: PyTorch names a group by its ranks, and one that is destroyed and
+made again under the same name meets the stale addresses of the first in the store."""
+
+
+def _gloo_group(members: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    key = (dist.group.WORLD, members, timeout_s)
+    if key not in _groups:
+        _groups[key] = _dist.new_group(
+            ranks=list(members),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=True,  # other ranks of the trainer need not take part
+        )
+    return _groups[key]
+
+
+def _forget(group: dist.ProcessGroup | None) -> None:
+    """A group that lost a rank is of no more use; the next Pusher makes another."""
+    for key in [key for key, known in _groups.items() if known is group]:
+        del _groups[key]
 
 
 class _Outcome(Generic[T]):

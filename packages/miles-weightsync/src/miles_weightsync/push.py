@@ -102,9 +102,8 @@ class Pusher:
             self._busy.release()
 
     def close(self) -> None:
-        """Give shared memory and the process group back."""
+        """Give the shared memory back."""
         self._staging.close()
-        self._ranks.close()
 
     def __enter__(self) -> Pusher:
         return self

@@ -57,42 +57,46 @@ def locate(name: str) -> Placement | None:
     return Placement(name, 0, 1, "none")
 
 
+def local_shape(shape: tuple[int, ...], placement: Placement, *, tp: int, num_kv_heads: int | None) -> tuple[int, ...]:
+    """Shape of the block that every tensor-parallel rank of the engine holds, padding included."""
+    match placement.split:
+        case "none":
+            return shape
+        case "columns":
+            return shape[0], _divided(shape[1], tp)
+        case "rows":
+            return _divided(shape[0], tp), *shape[1:]
+        case "kv_rows":
+            return _divided(shape[0], min(tp, num_kv_heads or tp)), *shape[1:]
+        case "vocab":
+            return _padded_vocab(shape[0], tp) // tp, *shape[1:]
+
+
 def local_block(
     whole: torch.Tensor, placement: Placement, *, tp: int, rank: int, num_kv_heads: int | None
 ) -> torch.Tensor:
     """The block of a whole tensor that one tensor-parallel rank of the engine holds, padding included."""
-    match placement.split:
-        case "none":
-            return whole
-        case "columns":
-            return whole.chunk(tp, dim=1)[rank].contiguous() if tp > 1 else whole
-        case "rows":
-            return _rows(whole, parts=tp, index=rank)
-        case "kv_rows":
-            if num_kv_heads is not None and num_kv_heads < tp:  # several ranks share a head
-                return _rows(whole, parts=num_kv_heads, index=rank * num_kv_heads // tp)
-            return _rows(whole, parts=tp, index=rank)
-        case "vocab":
-            return _vocab_rows(whole, tp=tp, rank=rank)
+    if placement.split == "none":
+        return whole
+    size = local_shape(tuple(whole.shape), placement, tp=tp, num_kv_heads=num_kv_heads)
+    if placement.split == "columns":
+        return whole[:, rank * size[1] : (rank + 1) * size[1]]
+    if placement.split == "kv_rows":  # several ranks share a head when there are fewer heads than ranks
+        rank = rank * (whole.shape[0] // size[0]) // tp
+    block = whole[rank * size[0] : (rank + 1) * size[0]]
+    if block.shape[0] == size[0]:
+        return block
+    return torch.cat([block, block.new_zeros(size[0] - block.shape[0], *size[1:])])
 
 
-def _rows(whole: torch.Tensor, *, parts: int, index: int) -> torch.Tensor:
-    if whole.shape[0] % parts:
-        raise ShardError(f"A parameter of {whole.shape[0]} rows cannot be divided among {parts} ranks of an engine.")
-    size = whole.shape[0] // parts
-    return whole[index * size : (index + 1) * size]
+def _divided(size: int, parts: int) -> int:
+    if size % parts:
+        raise ShardError(f"A dimension of {size} cannot be divided among {parts} ranks of an engine.")
+    return size // parts
 
 
-def _vocab_rows(whole: torch.Tensor, *, tp: int, rank: int) -> torch.Tensor:
+def _padded_vocab(size: int, tp: int) -> int:
     multiple = _VOCAB_PADDING
-    if _padded(whole.shape[0], multiple) % tp:
+    if -(-size // multiple) * multiple % tp:
         multiple *= tp
-    size = _padded(whole.shape[0], multiple) // tp
-    own = whole[rank * size : (rank + 1) * size]
-    if own.shape[0] == size:
-        return own
-    return torch.cat([own, own.new_zeros(size - own.shape[0], *own.shape[1:])])
-
-
-def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
