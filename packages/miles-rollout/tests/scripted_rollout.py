@@ -124,7 +124,8 @@ def make_prompts(count: int) -> list[Prompt]:
 
 def make_config(**fields: Any) -> RolloutConfig:
     """A small configuration: groups of 2, batches of 2."""
-    return RolloutConfig(**({"group_size": 2, "groups_per_step": 2} | fields))
+    settings: dict[str, Any] = {"group_size": 2, "groups_per_step": 2} | fields
+    return RolloutConfig(**settings)
 
 
 class ScriptedSessions:

@@ -61,6 +61,19 @@ def test_credits_come_back_only_when_the_step_is_committed() -> None:
     run_virtual(main())
 
 
+def test_an_unused_credit_that_is_refunded_goes_to_whoever_waits() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0))
+        await buffer.acquire()
+        waiting = asyncio.create_task(buffer.acquire())
+        await asyncio.sleep(0)
+        buffer.refund()
+        await waiting
+        assert buffer.credits_used == 1
+
+    run_virtual(main())
+
+
 def test_a_filtered_group_gives_its_credit_back_at_once() -> None:
     async def main() -> None:
         buffer = GroupBuffer(make_config(max_staleness=0))

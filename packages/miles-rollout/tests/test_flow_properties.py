@@ -162,7 +162,7 @@ configs = st.builds(
     stragglers=st.sampled_from(["overtake", "wait"]),
 )
 
-many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @many

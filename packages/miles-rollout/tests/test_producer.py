@@ -43,7 +43,8 @@ class ScriptedRuns:
             await asyncio.sleep(self._seconds(int(group_id[1:])))
         finally:
             self.running -= 1
-        return make_ref(group_id, prompt_id=prompt.id, **({"versions": version} | self._ref_fields))
+        fields: dict[str, Any] = {"versions": version} | self._ref_fields
+        return make_ref(group_id, prompt_id=prompt.id, **fields)
 
 
 async def train(buffer: GroupBuffer, steps: int, *, seconds: float = 1.0) -> list[list[str]]:

@@ -265,6 +265,21 @@ def test_a_session_that_cannot_be_opened_fails_one_episode_and_is_closed() -> No
     run_virtual(main())
 
 
+def test_a_session_server_that_never_answers_costs_one_timeout_and_not_the_run() -> None:
+    class Silent(ScriptedSessions):
+        async def open(self, session_id: str, **fields: Any) -> Policy:
+            await asyncio.Event().wait()
+            raise AssertionError("never reached")
+
+    async def main() -> None:
+        worker = make_worker(ScriptedEnv(answer), Silent())
+        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        assert episode.error == "TimeoutError: the session was not opened within 60 s"
+        assert now() == 60
+
+    run_virtual(main())
+
+
 def test_a_session_that_cannot_be_closed_does_not_lose_the_episode(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         sessions = ScriptedSessions()

@@ -227,10 +227,13 @@ class Worker:
             "episode_id": ctx.episode_id,
             "attempt": ctx.attempt,
         }
-        async with asyncio.timeout(self._episode_timeout_s):
-            return await self._sessions.open(
-                session_id, sampling=sampling, metadata=metadata, deadline_s=self._episode_timeout_s
-            )
+        try:
+            async with asyncio.timeout(self._episode_timeout_s):
+                return await self._sessions.open(
+                    session_id, sampling=sampling, metadata=metadata, deadline_s=self._episode_timeout_s
+                )
+        except TimeoutError as error:
+            raise TimeoutError(f"the session was not opened within {self._episode_timeout_s:g} s") from error
 
     async def _run_env(self, prompt: Prompt, policy: Policy, ctx: Ctx, *, deadline: float) -> EpisodeResult:
         """The environment's verdict, or an infrastructure failure once deadline and grace have passed."""
