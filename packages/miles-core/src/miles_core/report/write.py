@@ -135,7 +135,7 @@ def _conversations(run: RunData) -> str:
     tokenizer = load_tokenizer(run)
     shades = "".join(f'<i class="t l{level}">{name}</i>' for level, name in enumerate(_SHADES))
     legend = (
-        "<p>Tokens as the trainer sees them. Shaded ones were sampled by the policy and are trained; the darker, the "
+        "<p>Tokens as the trainer sees them. Shaded ones were sampled by the policy and are trained; the warmer, the "
         'less likely. <b class="v">v3</b> marks where weights of version 3 take over.</p>'
         f'<p class="shades">{shades}</p>'
     )
