@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from .tiny_tokenizer import IM_END, PAD, save_tokenizer, train_tokenizer
-
-MAX_LENGTH = 2048
+from .tiny_tokenizer import IM_END, MAX_LENGTH, PAD, save_tokenizer, train_tokenizer
 
 
 def build_tiny(out: Path, *, seed: int = 0) -> Path:
@@ -56,14 +54,15 @@ def _write(folder: Path, seed: int) -> None:
             eos_token_id=tokenizer.token_to_id(IM_END),
             pad_token_id=tokenizer.token_to_id(PAD),
             dtype="float32",
+            initializer_range=0.08,  # near 1/sqrt(hidden): it learns to copy in a third of the steps that 0.02 needs
             architectures=["Qwen3ForCausalLM"],
         ),
         seed,
     )
     model.config.save_pretrained(folder)
-    GenerationConfig(
-        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
-    ).save_pretrained(folder)
+    GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id).save_pretrained(
+        folder
+    )
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

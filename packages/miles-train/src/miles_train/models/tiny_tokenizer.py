@@ -14,6 +14,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 448
+MAX_LENGTH = 2048
+"""Positions of the model, and so the longest text that its tokenizer announces."""
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (PAD, IM_START, IM_END)
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -69,13 +71,12 @@ def train_tokenizer(seed: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in CONTROL_TOKENS]
-        + [AddedToken(t, special=False, normalized=False) for t in TOOL_TOKENS],
+        special_tokens=[AddedToken(t, normalized=False) for t in CONTROL_TOKENS + TOOL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(random.Random(seed)), trainer=trainer)
-    return tokenizer
+    return _keep_tool_tokens(tokenizer)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -86,18 +87,29 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "bos_token": None,
         "eos_token": IM_END,
         "pad_token": PAD,
-        "model_max_length": 2048,
+        "model_max_length": MAX_LENGTH,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-_WORDS = (
-    "a add and answer any are at be by call can count do each even find first for from get give go has have how if in "
-    "is it last less list long make many max min more name new next no not number of on one or out result right sort "
-    "sum take text than that the them then this three time to tool two up use value what which with word you your"
-).split()
+def _keep_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Unmark the tool tokens as special, which the BPE trainer does to every added token."""
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] in CONTROL_TOKENS
+    return Tokenizer.from_str(json.dumps(content))
+
+
+_TEXT = (
+    "add two numbers with the tool and give the answer",
+    "what is the sum of this list of numbers?",
+    "find the first word in the text and sort the rest",
+    "use a tool for each call, then answer in one line",
+    "you can count how many there are; take the max or the min of them",
+    "the result is not right, do it once more",
+)
 _NAMES = ("add", "sub", "mul", "max", "search", "python")
 _KEYS = ("a", "b", "x", "query", "code")
 
@@ -105,13 +117,15 @@ _KEYS = ("a", "b", "x", "query", "code")
 def _corpus(rng: random.Random) -> list[str]:
     """Chat pieces, tool calls and short sentences, already cut where a special token would stand."""
     lines = ["system\n", "user\n", "assistant\n", "\n"] * 200
+    words = " ".join(_TEXT).split()
     for _ in range(400):
         name, first, second = _call(rng)
+        arguments = f'{{"{first}": {rng.randrange(100)}, "{second}": {rng.randrange(100)}}}'
         lines += [
-            f'{{"name": "{name}", "arguments": {{"{first}": {rng.randrange(100)}, "{second}": {rng.randrange(100)}}}}}\n',
+            f'{{"name": "{name}", "arguments": {arguments}}}\n',
             f"Tools: {name}({first}, {second})",
             f"{rng.randrange(100)}+{rng.randrange(100)}=?",
-            " ".join(rng.choices(_WORDS, k=6)) + rng.choice(".?!"),
+            " ".join(rng.choices(words, k=6)) + rng.choice(".?!"),
         ]
     return lines
 
@@ -119,4 +133,5 @@ def _corpus(rng: random.Random) -> list[str]:
 def _call(rng: random.Random) -> tuple[str, str, str]:
     if rng.random() < 0.5:
         return "add", "a", "b"
-    return rng.choice(_NAMES), *rng.sample(_KEYS, 2)
+    first, second = rng.sample(_KEYS, 2)
+    return rng.choice(_NAMES), first, second
