@@ -1,0 +1,21 @@
+"""What can go wrong with an engine besides a refused request (`miles_tito.errors.EngineError`)."""
+
+from __future__ import annotations
+
+from miles_tito.errors import EngineError, MilesError
+
+
+class EngineConfigError(MilesError, ValueError):
+    """An `[engines.NAME]` table asks for something that cannot be."""
+
+
+class EngineVersionError(MilesError, RuntimeError):
+    """SGLang, the router, or a package they need is absent or not a version that Miles was tested with."""
+
+
+class EngineStartError(EngineError):
+    """A server did not come up; the message ends with the last lines of its log."""
+
+
+class EngineDied(EngineError):
+    """A server that was up has exited without being asked to."""

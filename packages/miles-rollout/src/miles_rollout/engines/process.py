@@ -1,0 +1,143 @@
+"""A server process that is owned: its log, its end, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import psutil
+
+GUARD = Path(__file__).with_name("guard.py")
+TAIL_BYTES = 65536
+KILL_S = 5.0
+NO_SHM = "/"
+"""A prefix that no file of /dev/shm has."""
+
+
+class OwnedProcess:
+    """One command under `guard.py`, in its own session, writing to one log file.
+
+    Terminal signals do not reach the session, so the owner decides when Ctrl-C ends it; and when the owner dies, in
+    whatever way, the session dies too.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        shm_prefix: str = "",
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: what to run; the first entry is an executable.
+            log_path: receives stdout and stderr; appended to.
+            env: added to this process's environment.
+            shm_prefix: files of /dev/shm with this prefix that the command maps are removed at its end.
+        """
+        self.command = tuple(command)
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._stopping = threading.Lock()
+        self._scratch = tempfile.mkdtemp(prefix="miles-")  # short: sockets in it have a limit of 107 characters
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), self._scratch, shm_prefix or NO_SHM, *self.command],
+                stdin=subprocess.PIPE,
+                bufsize=0,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {}), "TMPDIR": self._scratch},
+                start_new_session=True,
+            )
+
+    @property
+    def session_id(self) -> int:
+        """Every process of the server has this session id."""
+        return self._guard.pid
+
+    def poll(self) -> int | None:
+        """Exit status of the command, 128 + n if signal n ended it; None while it runs."""
+        status = self._guard.poll()
+        if status is not None:
+            self._let_go()
+        return status if status is None or status >= 0 else 128 - status
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Like `poll`, after at most `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(timeout_s)
+        return self.poll()
+
+    def members(self) -> list[int]:
+        """Ids of the live processes of the session, the guard included."""
+        return [pid for pid in psutil.pids() if _session_of(pid) == self.session_id]
+
+    def listens_on(self, port: int) -> bool:
+        """Whether a process of the session, and not a stranger, has `port` open."""
+        return any(port in _listening_ports(pid) for pid in self.members())
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """The last lines written since this process was started."""
+        with self.log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join([line for line in lines if line.strip()][-num_lines:])
+
+    def stop(self, *, grace_s: float = 5.0) -> int:
+        """Terminate the command; after `grace_s` kill its whole session. Idempotent, and safe from any thread.
+
+        Returns:
+            the exit status, 128 + n if signal n ended it.
+        """
+        with self._stopping:
+            if grace_s > 0 and self.poll() is None:
+                with contextlib.suppress(BrokenPipeError, ValueError):  # it may end at any moment
+                    self._pipe.write(b"T")
+                self.wait(grace_s)
+            self._let_go()
+            self.wait(KILL_S)
+            if self._guard.returncode is None or self._guard.returncode < 0:
+                # The guard hangs or was killed: do its work for it.
+                for pid in self.members():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                shutil.rmtree(self._scratch, ignore_errors=True)
+            status = self._guard.wait(KILL_S)
+            return status if status >= 0 else 128 - status
+
+    @property
+    def _pipe(self) -> IO[bytes]:
+        assert self._guard.stdin is not None
+        return self._guard.stdin
+
+    def _let_go(self) -> None:
+        """Close the pipe: the guard kills whatever still runs."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.close()
+
+
+def _session_of(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getsid(pid)
+    return None
+
+
+def _listening_ports(pid: int) -> set[int]:
+    with contextlib.suppress(psutil.Error):
+        connections = cast(list[Any], psutil.Process(pid).net_connections(kind="tcp"))
+        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return set()
