@@ -1,0 +1,189 @@
+"""The one loop of miles-core around real workers, buffer and batch planning, with a scripted engine and trainer.
+
+Virtual time: hours of episodes cost milliseconds, and a deadlock is an error at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from miles_core import loop
+from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
+from miles_core.monitor import RunSummary
+from miles_rollout import GroupBuffer, PromptStream, RolloutConfig, Worker, advantages_by_episode, produce
+from miles_tito import Ctx, EpisodeResult, Policy, Prompt
+from miles_tito.summary import GroupRef
+from scripted_rollout import ScriptedEnv, ScriptedSessions, graded, make_prompts, run_virtual
+
+RANKS = 2
+
+
+@dataclass(kw_only=True)
+class ScriptedTrainer:
+    """Two ranks that only look at what they were given; also the sync and the monitor of the run."""
+
+    sessions: ScriptedSessions
+    step_s: float = 1.0
+    fail_at: int | None = None
+    fail_push_at: int | None = None
+    version: int = 0
+    ages: list[int] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    logged: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+
+    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
+        return plan_ranks(groups, advantages=advantages, token_budget=64, ranks=RANKS, minibatches=1)
+
+    async def train(self, work: Sequence[RankWork]) -> loop.Trained:
+        assert len({len(step.micro_batches) for rank in work for step in rank.steps}) == 1, "a rank would wait for ever"
+        for rank in work:
+            for row in (row for step in rank.steps for rows in step.micro_batches for row in rows):
+                episode = rank.handles[row.group].episodes[row.episode]
+                self.trained.append(episode.trajectories[row.trajectory].id)
+                self.ages.append(self.version - episode.oldest_version)
+        await asyncio.sleep(self.step_s)
+        if self.fail_at == self.version:
+            raise FloatingPointError("the loss is nan")
+        return loop.Trained(version=self.version + 1, metrics={})
+
+    async def push(self, version: int) -> dict[str, float]:
+        if self.fail_push_at == version:
+            raise ConnectionError("an engine refused the weights")
+        self.version = version
+        await asyncio.sleep(0.1)
+        return {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.logged.append((step, dict(metrics)))
+
+    def event(self, name: str, start: float, end: float, lane: str) -> None:
+        return None
+
+    def finish(self, summary: RunSummary) -> None:
+        return None
+
+
+@dataclass(kw_only=True)
+class Flow:
+    """A whole run; episodes take their seconds from `episode_s` and fail where it says None."""
+
+    config: RolloutConfig
+    episode_s: Sequence[float | None]
+    steps: int = 5
+    fail_at: int | None = None
+    fail_push_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sessions = ScriptedSessions(version=lambda: self.trainer.version)
+        self.trainer = ScriptedTrainer(sessions=self.sessions, fail_at=self.fail_at, fail_push_at=self.fail_push_at)
+        self.buffer = GroupBuffer(self.config)
+        self.env = ScriptedEnv(self.play)
+        self._episodes = 0
+
+    async def play(self, prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
+        seconds = self.episode_s[self._episodes % len(self.episode_s)]
+        self._episodes += 1
+        if seconds is None:
+            raise ConnectionError("the sandbox is gone")
+        await asyncio.sleep(seconds)
+        return graded(float(ctx.episode_id.endswith("/0")))
+
+    async def run(self) -> None:
+        worker = Worker.from_config(self.config, env=self.env, sessions=self.sessions, run_id="flow")
+        try:
+            await loop.run(
+                produce=partial(
+                    produce,
+                    prompts=PromptStream(make_prompts(5)),
+                    buffer=self.buffer,
+                    run_group=worker.run_group_ref,
+                    group_size=self.config.group_size,
+                ),
+                buffer=self.buffer,
+                trainer=self.trainer,
+                sync=self.trainer,
+                advantages=partial(advantages_by_episode, advantage=self.config.advantage),
+                monitor=self.trainer,
+                steps=self.steps,
+                on_step=loop.nothing_more,
+            )
+        finally:
+            self.buffer.close()
+
+
+def make_flow(
+    *,
+    episode_s: Sequence[float | None] = (1.0,),
+    fail_at: int | None = None,
+    fail_push_at: int | None = None,
+    **fields: int,
+) -> Flow:
+    config = RolloutConfig(
+        **({"group_size": 3, "groups_per_step": 2, "max_concurrent_episodes": 7} | fields),
+        max_failure_rate=1.0,
+        episode_timeout_s=50.0,
+    )
+    return Flow(config=config, episode_s=episode_s, fail_at=fail_at, fail_push_at=fail_push_at)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 1.0, 3.0, 12.0, 70.0, None]), min_size=1, max_size=17),
+    st.integers(0, 3),
+    st.integers(1, 3),
+)
+def test_the_loop_trains_fresh_samples_once_and_accounts_for_every_group(
+    episode_s: list[float | None], max_staleness: int, groups_per_step: int
+) -> None:
+    flow = make_flow(
+        episode_s=[*episode_s, 1.0, 1.0, 1.0], max_staleness=max_staleness, groups_per_step=groups_per_step
+    )
+    run_virtual(flow.run())
+    assert [step for step, _ in flow.trainer.logged] == [1, 2, 3, 4, 5]
+    assert max(flow.trainer.ages) <= max_staleness
+    assert len(set(flow.trainer.trained)) == len(flow.trainer.trained)
+    assert flow.buffer.counts().trained == 5 * groups_per_step
+    assert ", in flight 0: 0 lost, 0 twice" in flow.buffer.proof()
+    assert flow.env.most_running <= 7
+    assert not flow.sessions.live, "every session was closed"
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "message"),
+    [
+        ({"fail_at": 2}, FloatingPointError, "the loss is nan"),
+        ({"fail_push_at": 3}, ConnectionError, "an engine refused the weights"),
+    ],
+)
+def test_a_broken_part_ends_the_run_with_its_error_and_leaves_nothing_running(
+    broken: dict[str, int], error: type[Exception], message: str
+) -> None:
+    flow = make_flow(max_staleness=1, **broken)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(flow.run())
+    found, rest = caught.value.split(error)
+    assert found is not None
+    assert message in str(found.exceptions[0])
+    assert rest is None
+    assert flow.buffer.counts().trained == 4, "two steps were committed, the third was not"
+    assert flow.buffer.counts().in_flight == 0
+    assert flow.env.running == 0
+    assert not flow.sessions.live
+
+
+def test_asynchronous_training_overlaps_episodes_and_steps() -> None:
+    async def seconds(max_staleness: int) -> float:
+        flow = make_flow(max_staleness=max_staleness)
+        flow.steps = 20
+        await flow.run()
+        return asyncio.get_running_loop().time()
+
+    synchronous, asynchronous = run_virtual(seconds(0)), run_virtual(seconds(1))
+    assert synchronous == pytest.approx(20 * 2.1, abs=0.2), "an episode, a step and a push, one after the other"
+    assert asynchronous < 0.6 * synchronous + 2
