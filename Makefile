@@ -18,7 +18,7 @@ lint: setup  ## the checks without pytest
 	@scripts/test.sh lint
 
 docs: setup  ## build the documentation into site/
-	@.venv/bin/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 lock:  ## resolve uv.lock again, without addresses
 	@scripts/lock.sh

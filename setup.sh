@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv: everything Miles needs on a Linux machine without a GPU, at the versions of uv.lock.
 #   ./setup.sh            installs what is missing; does nothing, in well under a second, when nothing changed
+#   ./setup.sh --digest   prints a hash of everything .venv depends on, for instance as the key of a CI cache
 #   PYTHON=python3.12 ./setup.sh    builds on that interpreter instead of the first python3 from 3.11 on
 # Safe to interrupt and to run again. The GPU install is `pip install 'miles[all]'`.
 set -euo pipefail
@@ -131,6 +132,17 @@ install() {
         fail "the installed torch does not work here. Remove .venv and run this again."
 }
 
+case ${1:-} in
+    "") ;;
+    --digest)
+        digest
+        exit 0
+        ;;
+    *)
+        echo "usage: ./setup.sh [--digest]" >&2
+        exit 2
+        ;;
+esac
 if up_to_date; then
     exit 0
 fi
