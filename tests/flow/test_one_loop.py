@@ -76,12 +76,10 @@ class Flow:
     config: RolloutConfig
     episode_s: Sequence[float | None]
     steps: int = 5
-    fail_at: int | None = None
-    fail_push_at: int | None = None
 
     def __post_init__(self) -> None:
         self.sessions = ScriptedSessions(version=lambda: self.trainer.version)
-        self.trainer = ScriptedTrainer(sessions=self.sessions, fail_at=self.fail_at, fail_push_at=self.fail_push_at)
+        self.trainer = ScriptedTrainer(sessions=self.sessions)
         self.buffer = GroupBuffer(self.config)
         self.env = ScriptedEnv(self.play)
         self._episodes = 0
@@ -117,19 +115,16 @@ class Flow:
             self.buffer.close()
 
 
-def make_flow(
-    *,
-    episode_s: Sequence[float | None] = (1.0,),
-    fail_at: int | None = None,
-    fail_push_at: int | None = None,
-    **fields: int,
-) -> Flow:
+def make_flow(*, episode_s: Sequence[float | None] = (1.0,), max_staleness: int = 1, groups_per_step: int = 2) -> Flow:
     config = RolloutConfig(
-        **({"group_size": 3, "groups_per_step": 2, "max_concurrent_episodes": 7} | fields),
+        group_size=3,
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        max_concurrent_episodes=7,
         max_failure_rate=1.0,
         episode_timeout_s=50.0,
     )
-    return Flow(config=config, episode_s=episode_s, fail_at=fail_at, fail_push_at=fail_push_at)
+    return Flow(config=config, episode_s=episode_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +159,8 @@ def test_the_loop_trains_fresh_samples_once_and_accounts_for_every_group(
 def test_a_broken_part_ends_the_run_with_its_error_and_leaves_nothing_running(
     broken: dict[str, int], error: type[Exception], message: str
 ) -> None:
-    flow = make_flow(max_staleness=1, **broken)
+    flow = make_flow()
+    flow.trainer.fail_at, flow.trainer.fail_push_at = broken.get("fail_at"), broken.get("fail_push_at")
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(flow.run())
     found, rest = caught.value.split(error)
