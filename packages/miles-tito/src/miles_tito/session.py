@@ -188,7 +188,8 @@ class Session:
         node.versions = generation.versions
         calls = finish is FinishReason.STOP and reply.get("tool_calls")
         node.finish_reason = FinishReason.TOOL_CALLS if calls else finish
-        self._tree.commit(node, reply)
+        node.message = reply
+        self._tree.commit(node, self._split_reasoning(reply))
         return node
 
     def discard(self, turn: Turn) -> None:
@@ -277,11 +278,11 @@ class Session:
     def _split_reasoning(self, message: Message) -> Message:
         """Some clients replay reasoning inside the content, between its marks."""
         marks = self.joiner.family.reasoning
-        if message["role"] != "assistant" or marks is None or marks[1] not in message["content"]:
+        if message["role"] != "assistant" or marks is None or "reasoning_content" in message:
             return message
-        if "reasoning_content" in message:
+        if not message["content"].lstrip().startswith(marks[0]):
             return message
-        parser = TurnParser(self.joiner.family, tools=False, in_reasoning=marks[0] not in message["content"])
+        parser = TurnParser(self.joiner.family, tools=False)
         parser.feed(message["content"])
         parser.finish()
         return {**message, **parser.message("")}

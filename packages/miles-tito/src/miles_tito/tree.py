@@ -41,6 +41,8 @@ class Node:
     """None while the turn runs."""
     message: Message = field(default_factory=Message)
     """The reply as the client got it."""
+    replay: Message = field(default_factory=Message)
+    """The reply as a client's repetition of it is read."""
     num_ids: int = 0
     """Ids up to the end of this turn."""
     children: list[Node] = field(default_factory=list["Node"])
@@ -120,11 +122,11 @@ class Tree:
             parent.children.append(node)
         return node
 
-    def commit(self, node: Node, reply: Message) -> None:
+    def commit(self, node: Node, replay: Message) -> None:
         """Make a turn, whose result is filled in, one that others can continue."""
         assert node.is_done, f"turn {node.id} is committed without a finish reason"
-        node.message = reply
-        node.path = _extend(node.path, message_key(reply))
+        node.replay = replay
+        node.path = _extend(node.path, message_key(replay))
         node.num_messages += 1
         node.num_ids += len(node.completion_ids)
         self._by_path.setdefault(node.path, []).append(node)
@@ -147,11 +149,11 @@ def _extend(path: bytes, key: bytes) -> bytes:
 
 
 def _reasoning_fits(node: Node, messages: Sequence[Message]) -> bool:
-    return all(reasoning_agrees(messages[n.num_messages - 1], n.message) for n in node.lineage)
+    return all(reasoning_agrees(messages[n.num_messages - 1], n.replay) for n in node.lineage)
 
 
 def _same_calls(node: Node, messages: Sequence[Message]) -> bool:
     def ids(message: Message) -> list[str | None]:
         return [call.get("id") for call in message.get("tool_calls", [])]
 
-    return bool(ids(node.message)) and ids(messages[node.num_messages - 1]) == ids(node.message)
+    return bool(ids(node.replay)) and ids(messages[node.num_messages - 1]) == ids(node.replay)

@@ -1,0 +1,109 @@
+"""Running turns: who shares one, and how deadlines and idleness end sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from miles_tito import RequestError, Sampling, Session, Tokenizer
+from miles_tito.dialects.chat import ChatRequest, read_request
+from miles_tito.families import choose_family
+from miles_tito.live import LiveSession, RunningTurn
+from miles_tito.merge import Joiner
+from miles_tito.store import SessionStore
+from miles_tito.testing import ScriptedEngine
+
+
+@pytest.fixture
+def open_live(tokenizer: Tokenizer) -> Callable[..., LiveSession]:
+    joiner = Joiner(tokenizer, choose_family("tiny", tokenizer))
+
+    def opened(*, deadline_s: float | None = None) -> LiveSession:
+        return LiveSession(Session("s", joiner, max_context=1000), deadline_s=deadline_s)
+
+    return opened
+
+
+def ask(text: str, *more: dict[str, Any]) -> ChatRequest:
+    body = {"messages": [{"role": "user", "content": text}, *more]}
+    return read_request(msgspec.json.encode(body), sampling=Sampling(), model="m")
+
+
+async def content(running: RunningTurn) -> str:
+    with running.attached():
+        return (await running.result()).message["content"]
+
+
+async def test_a_request_marked_as_a_retry_waits_for_the_running_one(
+    tokenizer: Tokenizer, open_live: Callable[..., LiveSession]
+):
+    go = asyncio.Event()
+    engine = ScriptedEngine(["one", "two"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
+    live = open_live()
+    first = await live.start(ask("q"), engine, is_retry=False)
+    again = await live.start(ask("q"), engine, is_retry=True)
+    other = await live.start(ask("q"), engine, is_retry=False)
+    assert again is first
+    assert other is not first
+    go.set()
+    assert await asyncio.gather(content(first), content(again), content(other)) == ["one", "one", "two"]
+    assert live.session.num_turns == 2
+
+
+async def test_a_turn_goes_on_as_long_as_anybody_waits(tokenizer: Tokenizer, open_live: Callable[..., LiveSession]):
+    go = asyncio.Event()
+    engine = ScriptedEngine(["one"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
+    live = open_live()
+    running = await live.start(ask("q"), engine, is_retry=False)
+    with running.attached():
+        with running.attached():
+            pass
+        go.set()
+        assert (await running.result()).message["content"] == "one"
+
+
+async def test_a_deadline_ends_running_turns_and_keeps_the_record(
+    tokenizer: Tokenizer, open_live: Callable[..., LiveSession]
+):
+    async def hold_second(asked: Any, n: int) -> None:
+        if len(engine.requests) == 2:
+            await asyncio.Event().wait()
+
+    engine = ScriptedEngine(["one", "two"], tokenizer=tokenizer, before_token=hold_second)
+    live, store = open_live(deadline_s=1000), SessionStore(idle_timeout_s=1000)
+    store.add(live)
+    assert await content(await live.start(ask("q"), engine, is_retry=False)) == "one"
+    running = await live.start(ask("other"), engine, is_retry=False)
+    waiting = asyncio.create_task(content(running))
+    await store.sweep()
+    assert not waiting.done(), "the deadline is far away"
+    live.deadline = 0.0
+    await store.sweep()
+    with pytest.raises(RequestError, match="deadline of this session has passed") as caught:
+        await waiting
+    assert caught.value.status == 410
+    with pytest.raises(RequestError, match="deadline of this session has passed"):
+        await live.start(ask("q"), engine, is_retry=False)
+    assert [t.metadata["num_turns"] for t in store.get("s").session.trajectories()] == [1]
+
+
+async def test_an_idle_session_is_forgotten_but_not_a_busy_one(
+    tokenizer: Tokenizer, open_live: Callable[..., LiveSession]
+):
+    go = asyncio.Event()
+    engine = ScriptedEngine(["one"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
+    live, store = open_live(), SessionStore(idle_timeout_s=1000)
+    store.add(live)
+    running = await live.start(ask("q"), engine, is_retry=False)
+    live.last_used = float("-inf")
+    await store.sweep()
+    assert len(store) == 1
+    go.set()
+    await content(running)
+    await store.sweep()
+    assert len(store) == 0
+    with pytest.raises(RequestError, match="No session 's' here: never opened, closed, or unused for 1000 s"):
+        store.get("s")
