@@ -236,10 +236,10 @@ def test_a_cancelled_producer_aborts_what_still_runs_with_the_reason() -> None:
         await asyncio.sleep(2)
         await stop(producer)
         assert runs.running == 0
-        assert [(e.group_id, e.reason) for e in events if e.fate is Fate.ABORTED] == [
-            ("g000002", "cancelled"),
-            ("g000003", "cancelled"),
-        ]
+        assert {e.group_id: e.reason for e in events if e.fate is Fate.ABORTED} == {
+            "g000002": "cancelled",
+            "g000003": "cancelled",
+        }
         assert len(await buffer.take()) == 2, "finished groups can still be trained"
         with pytest.raises(BufferClosedError, match="the producer was cancelled"):
             await buffer.take()
