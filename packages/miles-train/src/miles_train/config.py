@@ -83,7 +83,7 @@ class LossConfig:
     normalization: Normalization = "episode"
     """`episode`: mean over episodes of the mean over the episode's loss tokens (each episode weighs the same).
     `token`: mean over all loss tokens of the batch (long episodes weigh more). `dr_grpo`: sum divided by
-    episodes × `max_tokens` (arXiv:2503.20783)."""
+    `max_tokens` for each episode (arXiv:2503.20783)."""
     max_tokens: int | None = None
     """The constant of `dr_grpo`: the largest number of tokens that an episode may generate."""
     clip_low: float = 0.2
@@ -91,15 +91,17 @@ class LossConfig:
     clip_high: float = 0.28
     """The ratio is clipped at 1 + clip_high. 0.28 follows DAPO, arXiv:2503.14476 §3.1."""
     dual_clip: float | None = None
-    """For negative advantages the loss is at most `dual_clip × |advantage|` (arXiv:1912.09729); e.g. 3.0."""
+    """For negative advantages the loss is at most `dual_clip · |advantage|` (arXiv:1912.09729); e.g. 3.0."""
     old_logprobs: Literal["engine", "trainer"] = "engine"
     """The denominator of the ratio: what the engine recorded, or this trainer's own before its first step."""
     tis_cap: float | None = None
-    """Truncated importance sampling: weigh tokens by min(p_trainer / p_engine, cap); needs `old_logprobs = "trainer"`."""
+    """Truncated importance sampling: weigh tokens by min(p_trainer / p_engine, cap). Needs
+    `old_logprobs = "trainer"`."""
     kl_coef: float = 0.0
     """Weight of the KL term to the frozen initial model; above 0 a second copy of the model is held."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators. As a *loss* only k2 has the gradient of KL(policy ‖ reference); k1's is zero on average."""
+    """Schulman's estimators. As a *loss* only k2 has the gradient of KL(policy ‖ reference); that of k1 is zero on
+    average."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     log_entropy: bool = True

@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None if grad_bias is None else grad_bias.to(hidden.dtype),
             *(None,) * 4,
         )
 

@@ -92,6 +92,7 @@ def _spread(order: Sequence[int], lengths: Sequence[int], token_budget: int, num
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
     heap = [(0.0, index) for index in range(num_bins)]
+    shortest = lengths[order[-1]]
     for row in order:
         full: list[tuple[float, int]] = []
         while heap and tokens[heap[0][1]] + lengths[row] > token_budget:
@@ -103,7 +104,8 @@ def _spread(order: Sequence[int], lengths: Sequence[int], token_budget: int, num
         bins[index].append(row)
         tokens[index] += lengths[row]
         for entry in full:
-            heapq.heappush(heap, entry)
+            if tokens[entry[1]] + shortest <= token_budget:  # else no row fits any more
+                heapq.heappush(heap, entry)
     return bins
 
 

@@ -13,7 +13,7 @@ def check_schedule(schedule: ScheduleConfig) -> None:
     if schedule.kind != "constant" and schedule.total_steps is None:
         raise ConfigError(
             f'`schedule.kind` is "{schedule.kind}" but `schedule.total_steps` is not set; '
-            "give the number of optimizer steps (train steps × minibatches) that the decay lasts."
+            "give the number of optimizer steps (train steps times minibatches) that the decay lasts."
         )
 
 

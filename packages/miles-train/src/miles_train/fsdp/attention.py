@@ -88,9 +88,10 @@ def packed_attention(
     packed: PackedRows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: query [1, heads, N, D], key and value [1, kv heads, N, D] -> [1, N, heads, D]."""
+    """Transformers' attention interface: [1, heads, N, D] queries (fewer key and value heads) -> [1, N, heads, D]."""
     _refuse(module, packed, {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")})
-    assert packed is not None and dropout == 0.0, "the trainer packs rows and turns dropout off"
+    assert packed is not None, "refused above"
+    assert dropout == 0.0, "dropout is turned off when a model is loaded"
     window = sliding_window if sliding_window is not None and sliding_window < packed.max_length else None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
@@ -106,8 +107,10 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     starts, longest = packed.cu_seqlens, packed.max_length
-    return varlen_attn(
-        *(x.contiguous() for x in (q, k, v)),
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
         starts,
         starts,
         longest,
@@ -116,6 +119,8 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    assert isinstance(out, Tensor), "no auxiliary output was asked for"
+    return out
 
 
 def _bucketed(

@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from miles_train.errors import CheckpointError
 
@@ -43,12 +48,13 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     ranks.barrier()
     state = _tensors(model, optimizer) | _random_states(ranks)
-    dcp.save(
-        state,
-        storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
-        process_group=ranks.group,
-        no_dist=ranks.group is None,
-    )
+    with _single_rank_is_meant():
+        save(
+            state,
+            storage_writer=FileSystemWriter(partial, sync_files=True),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
     if ranks.rank == 0:
         _write_synced(partial / MARKER, json.dumps(asdict(progress)))
         replace_folder(partial, path)
@@ -59,12 +65,13 @@ def load_checkpoint(path: str | Path, *, model: nn.Module, optimizer: Optimizer,
     """Read a checkpoint into the model and the optimizer; it may come from another number of ranks."""
     path = Path(path)
     progress = _read_progress(path)
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     found = reader.read_metadata().state_dict_metadata
     state = _tensors(model, optimizer)
     _check_tensors(state, found, path)
     state |= {name: value for name, value in _random_states(ranks).items() if name in found}
-    dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+    with _single_rank_is_meant():
+        load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
     _set_random_states(state, ranks)
     return progress
 
@@ -78,6 +85,14 @@ def replace_folder(new: Path, path: Path) -> None:
     new.rename(path)
     _sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _single_rank_is_meant() -> Iterator[None]:
+    """Torch warns on every save and load without a process group, `no_dist` or not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -121,11 +136,9 @@ def _check_tensors(state: dict[str, Any], found: dict[str, Any], path: Path) -> 
             f"{len(extra)} that this model lacks (first {extra[:2]})."
         )
     for name, tensor in state.items():
-        shape = tuple(found[name].size)
-        if shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"The checkpoint {path} is of another model: {name} has shape {shape}, this model's {tuple(tensor.shape)}."
-            )
+        shape, wanted = tuple(found[name].size), tuple(tensor.shape)
+        if shape != wanted:
+            raise CheckpointError(f"The checkpoint {path} is of another model: {name} has shape {shape}, not {wanted}.")
 
 
 def _write_synced(path: Path, text: str) -> None:

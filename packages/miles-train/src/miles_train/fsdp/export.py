@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .checkpoint import replace_folder
+from .model import no_progress_bars
 from .ranks import Ranks
 
 TOKENIZER_FILES = (
@@ -51,7 +52,8 @@ def _write(path: Path, lm: Any, weights: dict[str, torch.Tensor], *, source: Pat
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    lm.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
+    with no_progress_bars():
+        lm.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
     _set_dtype(partial / "config.json", dtype)
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):

@@ -9,6 +9,8 @@ The head is applied inside the root's forward pass, chunk by chunk, because only
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class PolicyModel(nn.Module):
         )
 
     def reshard(self) -> None:
-        """Give up gathered weights, which a forward pass without a backward leaves behind (and which would go stale)."""
+        """Give up gathered weights: a forward pass without a backward leaves them behind, and they would go stale."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -66,25 +68,36 @@ class PolicyModel(nn.Module):
 
 def load_model(path: str | Path, config: TrainConfig) -> PolicyModel:
     """Load a Hugging Face folder on the CPU, in the type that the optimizer updates, with dropout off."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path} is not a model folder: it has no config.json.")
-    padded = config.layout == "padded"
-    options: dict[str, Any] = {"dtype": getattr(torch, config.master_dtype), "local_files_only": True}
+    with no_progress_bars():
+        lm = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.master_dtype), local_files_only=True
+        )
+    can_pack = lm._supports_attention_backend
+    if config.layout == "packed" and not can_pack:
+        raise UnsupportedModel(f'The attention of {type(lm).__name__} cannot be replaced; use layout = "padded".')
+    padded = config.layout == "padded" or not can_pack
     if not padded:
-        model_class = AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(path))]
-        if model_class._supports_attention_backend:
-            options["attn_implementation"] = register()
-        elif config.layout == "packed":
-            raise UnsupportedModel(
-                f'The attention of {model_class.__name__} cannot be replaced; use layout = "padded".'
-            )
-        else:
-            padded = True
-    lm = AutoModelForCausalLM.from_pretrained(path, **options)
+        lm.set_attn_implementation(register())
     disable_dropout(lm)
     return PolicyModel(lm, padded=padded, chunk_bytes=config.logit_chunk_mb << 20)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Transformers draws bars on stderr for every load and save; several ranks would draw over one another."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def disable_dropout(module: nn.Module) -> None:

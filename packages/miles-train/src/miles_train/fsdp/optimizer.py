@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from miles_train.config import OptimizerConfig, ScheduleConfig
 from miles_train.errors import NumericsError
@@ -101,13 +102,14 @@ class Optimizer:
     def _grad_norm(self) -> float:
         """Norm of the whole gradient. FSDP shards every parameter, so squares simply add up over ranks."""
         grads = _local_grads(self._parameters())
-        norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1, device=self._ranks.device)
-        return math.sqrt(self._ranks.sum_(norms.double().square().sum()).item())
+        norm = get_total_norm(grads).to(self._ranks.device, torch.float64)
+        return math.sqrt(self._ranks.sum_(norm.square()).item())
 
     def _update(self, norm: float) -> None:
         limit = self._config.max_grad_norm
         if limit is not None and norm > limit:
-            torch._foreach_mul_(_local_grads(self._parameters()), limit / norm)
+            for grad in _local_grads(self._parameters()):
+                grad.mul_(limit / norm)
         for group in self.adamw.param_groups:
             group["lr"] = self.lr
         self.adamw.step()

@@ -111,7 +111,7 @@ class FSDPTrainer:
             vocab_size=model.vocab_size,
         )
         logger.info(
-            "%s: %.2f M parameters in %s on %d × %s; loss %s averaged per %s (loss.normalization)",
+            "%s: %.2f M parameters in %s on %d %s; loss %s averaged per %s (loss.normalization)",
             self._model_path.name,
             layout.num_parameters / 1e6,
             config.dtype,
@@ -225,7 +225,7 @@ class FSDPTrainer:
         return model.to(ranks.device)  # buffers of modules that hold no parameter
 
     def _agree(self, batches: Sequence[Batch]) -> bool:
-        """Check the batches against the model, the configuration and the other ranks; is some reference score missing?"""
+        """Check the batches against model, configuration and the other ranks; does some rank lack reference scores?"""
         state = self._awake()
         _check_batches(batches, vocab_size=state.model.vocab_size, config=state.config)
         counts = [len(batch.micro_batches) for batch in batches]

@@ -40,7 +40,7 @@ class TokenLoss(NamedTuple):
     loss: Tensor
     """[M] loss of each token, unweighted."""
     metrics: Mapping[str, Tensor] = {}
-    """[M] tensors by name (`loss/policy`, `ratio/clip_fraction`); logged as their mean over the loss tokens of the batch."""
+    """[M] tensors by name (`loss/policy`, `ratio/clip_fraction`); logged as their mean over loss tokens."""
 
 
 LossFn = Callable[[LossInputs], TokenLoss]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
+from typing import Any, cast
 
 from miles_train.config import LossConfig
 from miles_train.errors import ConfigError
@@ -36,7 +37,7 @@ def resolve_loss(config: LossConfig) -> LossFn:
 def _imported(path: str) -> LossFn:
     module_name, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        found: Any = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"`loss.kind` is {path!r} but importing it failed: {error}. Give `package.module:function` that Python "
@@ -44,4 +45,4 @@ def _imported(path: str) -> LossFn:
         ) from error
     if not callable(found):
         raise ConfigError(f"`loss.kind` is {path!r}, which is a {type(found).__name__}, not a function.")
-    return found
+    return cast(LossFn, found)

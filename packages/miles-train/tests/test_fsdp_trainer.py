@@ -1,0 +1,389 @@
+"""One rank: numbers equal Transformers', normalisations their closed form, checkpoints the run they came from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from miles_tito import Sample
+from miles_train import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    LossConfig,
+    NumericsError,
+    OptimizerConfig,
+    RankError,
+    ScheduleConfig,
+    TrainConfig,
+    UnsupportedModel,
+    batches_of,
+    create_trainer,
+    score,
+    sft_sample,
+)
+from miles_train.fsdp import FSDPTrainer
+from miles_train.losses import LossInputs, TokenLoss, policy_loss
+from transformers import AutoModelForCausalLM
+
+SGD_LIKE = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+
+
+def config(**changes: object) -> TrainConfig:
+    known = {"threads": 1, "device": "cpu", "token_budget": 64, "optimizer": SGD_LIKE}
+    return TrainConfig(**(known | changes))  # pyright: ignore[reportArgumentType]
+
+
+def ready(path: Path, settings: TrainConfig, **options: object) -> FSDPTrainer:
+    trainer = FSDPTrainer(path, **options)  # pyright: ignore[reportArgumentType]
+    trainer.setup(settings)
+    return trainer
+
+
+def weights(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
+    return {shard.name: shard.tensor.clone() for shard in trainer.shards()}
+
+
+def gradient(path: Path, samples: list[Sample], settings: TrainConfig, **options: object) -> dict[str, torch.Tensor]:
+    """The gradient that the optimizer would see."""
+    trainer = ready(path, settings, **options)
+    state = trainer._ready()
+    caught: dict[str, torch.Tensor] = {}
+
+    def step() -> dict[str, float]:
+        caught.update({n: p.grad.clone() for n, p in state.model.lm.named_parameters() if p.grad is not None})
+        return {}
+
+    state.optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train(batches_of(samples, settings))
+    return caught
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *, rtol: float = 1e-4, atol: float = 1e-6):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(
+            a[name], b[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def dense_logprobs(path: Path, sample: Sample) -> torch.Tensor:
+    """[T - 1] log-probs by Transformers itself, one row at a time."""
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+    logits = lm(tokens[None]).logits[0, :-1] / sample.temperature
+    return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+@pytest.fixture
+def samples(sample) -> list[Sample]:
+    return [sample("a", 7), sample("b", 31), sample("c", 12, seed=2), sample("d", 30, temperature=0.6)]
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama"])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_log_probs_equal_those_of_transformers_at_the_sampling_temperature(model, layout, samples, request):
+    path = request.getfixturevalue(model)
+    settings = config(layout=layout, token_budget=128, logit_chunk_mb=1)
+    trainer = ready(path, settings)
+    (batch,) = batches_of(samples, settings)
+    (scored,) = score(trainer, batch)
+    (m,) = batch.micro_batches
+    for row, s in enumerate(samples):
+        got = scored[m.cu_seqlens[row] : m.cu_seqlens[row + 1]]
+        wanted = dense_logprobs(path, s).detach().numpy()
+        np.testing.assert_allclose(got[s.loss_mask], wanted[s.loss_mask[1:]], rtol=0, atol=1e-5)
+        assert not got[~s.loss_mask].any()
+
+
+@pytest.mark.parametrize("normalization", ["episode", "token", "dr_grpo"])
+def test_the_gradient_is_that_of_the_closed_form_and_ignores_the_split(normalization, qwen3, sample):
+    """Faults A06, A11: lengths 1 and 9, half masked; one micro-batch against four."""
+    one = sample("one", 4, prompt=3)
+    nine = sample("nine", 22, loss_mask=np.arange(22) % 2 == 1)
+    both = [sample(n, 10, prompt=4, seed=i, episode_id="both", loss_denominator=12) for i, n in enumerate("xy")]
+    samples = [one, nine, *both]
+    loss = LossConfig(normalization=normalization, max_tokens=32, clip_low=0.99, clip_high=1e6)
+
+    lm = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
+    total = torch.zeros(())
+    for s in samples:
+        tokens, mask = torch.from_numpy(s.tokens.astype(np.int64)), torch.from_numpy(s.loss_mask[1:].copy())
+        logp = lm(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        ratio = (logp - torch.from_numpy(s.logprobs[1:].copy())).exp()
+        share = {"episode": 1 / (3 * s.loss_denominator), "token": 1 / 24, "dr_grpo": 1 / (3 * 32)}[normalization]
+        total = total - (ratio * mask).sum() * s.advantage * share
+    total.backward()
+    expected = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
+
+    for budget in (64, 22):
+        got = gradient(qwen3, samples, config(token_budget=budget, loss=loss))
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("change", [{"layout": "padded"}, {"activation_checkpointing": True}, {"logit_chunk_mb": 4096}])
+def test_how_the_model_is_run_does_not_change_the_gradient(change, qwen3, samples):
+    assert_same(gradient(qwen3, samples, config(**change)), gradient(qwen3, samples, config()))
+
+
+def built_in_copied(inputs: LossInputs) -> TokenLoss:
+    return policy_loss(inputs, clip_low=0.2, clip_high=0.28)
+
+
+def test_the_built_in_loss_copied_as_a_custom_one_gives_the_same_gradient(qwen3, samples):
+    """Fault A07."""
+    assert_same(
+        gradient(qwen3, samples, config(), loss=built_in_copied), gradient(qwen3, samples, config()), rtol=0, atol=0
+    )
+
+
+def test_a_custom_loss_that_averages_by_itself_is_refused(qwen3, samples):
+    trainer = ready(qwen3, config(), loss=lambda inputs: TokenLoss(inputs.logprobs.mean()))
+    with pytest.raises(BatchError, match="one unweighted loss for each"):
+        trainer.train(batches_of(samples, config()))
+
+
+def test_a_nan_at_a_masked_position_changes_nothing(qwen3, sample):
+    """Fault A09."""
+    clean = sample("a", 9)
+    noisy = sample("a", 9, logprobs=np.where(clean.loss_mask, clean.logprobs, np.nan))
+    assert_same(gradient(qwen3, [noisy], config()), gradient(qwen3, [clean], config()), rtol=0, atol=0)
+
+
+def test_a_nan_at_a_trained_position_stops_before_the_step_and_names_the_sample(qwen3, samples):
+    def broken(inputs: LossInputs) -> TokenLoss:
+        loss = -inputs.logprobs * inputs.advantages
+        return TokenLoss(torch.where(inputs.rows == 1, loss * float("nan"), loss))
+
+    settings = config(token_budget=128)
+    trainer = ready(qwen3, settings, loss=broken)
+    before = weights(trainer)
+    with pytest.raises(NumericsError, match=r"loss of sample b, position 3 is nan \(28 of \d+ tokens"):
+        trainer.train(batches_of(samples, settings))
+    assert_same(weights(trainer), before, rtol=0, atol=0)
+    assert trainer.version == 0
+
+
+def exploding(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss((inputs.logprobs - inputs.logprobs.detach() + 1).sqrt() * 3e38)
+
+
+def test_a_gradient_that_is_not_finite_stops_or_is_skipped_and_counted(qwen3, samples):
+    trainer = ready(qwen3, config(), loss=exploding)
+    with pytest.raises(NumericsError, match="gradient norm of optimizer step 1 is (inf|nan)"):
+        trainer.train(batches_of(samples, config()))
+
+    settings = config(optimizer=replace(SGD_LIKE, skip_nonfinite=True))
+    trainer = ready(qwen3, settings, loss=exploding)
+    before = weights(trainer)
+    result = trainer.train(batches_of(samples, settings))
+    assert result.metrics["optimizer/skipped"] == 1
+    assert_same(weights(trainer), before, rtol=0, atol=0)
+
+
+def test_a_step_equals_adamw_on_the_whole_model_with_clipping_and_schedule(qwen3, samples):
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.01)
+    schedule = ScheduleConfig(kind="linear", warmup_steps=2, total_steps=4)
+    settings = config(optimizer=optimizer, schedule=schedule, token_budget=128)
+    grads = gradient(qwen3, samples, settings)
+    trainer = ready(qwen3, settings)
+    result = trainer.train(batches_of(samples, settings))
+
+    norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
+    assert result.metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert result.metrics["optimizer/lr"] == pytest.approx(5e-3)
+    lm = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
+    decayed = [p for p in lm.parameters() if p.ndim >= 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": [p for p in lm.parameters() if p.ndim < 2]}],
+        lr=5e-3,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    for name, p in lm.named_parameters():
+        p.grad = grads[name] * (0.01 / norm)
+    adamw.step()
+    assert_same(weights(trainer), {n: p.detach() for n, p in lm.named_parameters()}, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_cover_loss_tokens_only_and_split_the_gap_by_version(qwen3, sample):
+    """Fault A12, and the gap that asynchronous training watches."""
+    settings = config(token_budget=128)
+    trainer = ready(qwen3, settings)
+    old, new = sample("old", 12, version=-1), sample("new", 9, seed=1, version=0)
+    exact = dense_logprobs(qwen3, new).detach().numpy()
+    new = replace(new, logprobs=np.concatenate([[0], exact]) * new.loss_mask)
+    result = trainer.train(batches_of([old, new], settings))
+    m = result.metrics
+
+    gap = np.abs(dense_logprobs(qwen3, old).detach().numpy() - old.logprobs[1:])[old.loss_mask[1:]]
+    assert result.version == 1
+    assert m["batch/loss_tokens"] == 15
+    assert m["batch/tokens"] == 21
+    assert m["logprob_gap/mean"] == pytest.approx(gap.sum() / 15, rel=1e-4)
+    assert m["logprob_gap/max"] == pytest.approx(gap.max(), rel=1e-4)
+    assert m["logprob_gap/version_unknown"] == pytest.approx(gap.mean(), rel=1e-4)
+    assert m["logprob_gap/version_0"] < 1e-5
+    assert m["logprob_gap/same_version_max"] < 1e-5
+    assert 0 < m["ratio/ess"] <= 1
+    assert 0 < m["entropy/mean"] < np.log(67)
+
+
+def test_minibatches_take_several_steps_against_one_old_policy(qwen3, samples):
+    loss = LossConfig(old_logprobs="trainer", tis_cap=2.0)
+    settings = config(minibatches=2, loss=loss)
+    trainer = ready(qwen3, settings)
+    batches = batches_of(samples, settings)
+    assert len(batches) == 2
+    result = trainer.train(batches)
+    assert result.version == 1
+    assert trainer._ready().optimizer.num_steps == 2
+    assert result.metrics["ratio/mean"] != pytest.approx(1.0, abs=1e-5), "the second step is off-policy"
+    assert "logprob_gap/same_version_max" in result.metrics
+
+    single = config(loss=loss)
+    result = ready(qwen3, single).train(batches_of(samples, single))
+    assert result.metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_kl_term_pulls_back_to_the_initial_model(qwen3, samples):
+    settings = config(loss=LossConfig(kl_coef=1.0, kl_estimator="k2"))
+    trainer = ready(qwen3, settings)
+    first = trainer.train(batches_of(samples, settings))
+    assert first.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
+    neutral = batches_of([replace(s, advantage=0.0) for s in samples], settings)
+    distances = [trainer.train(neutral).metrics["loss/kl"] for _ in range(4)]
+    assert distances[0] > 1e-4
+    assert distances[-1] < 0.5 * distances[0]
+
+    with pytest.raises(ConfigError, match="no reference model"):
+        score(ready(qwen3, config()), batches_of(samples, config())[0], model="reference")
+
+
+def test_supervised_samples_are_learned_in_the_same_loop(qwen3):
+    settings = config(loss=LossConfig(kind="sft", normalization="token"))
+    trainer = ready(qwen3, settings)
+    demos = [sft_sample(f"d{i}", [1, 2, 3, 10 + i, 5, 6], np.arange(6) > 2) for i in range(4)]
+    losses = [trainer.train(batches_of(demos, settings)).metrics["loss/total"] for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    last = trainer.train(batches_of(demos, settings)).metrics
+    assert last["loss/nll"] == pytest.approx(last["loss/total"], rel=1e-5)
+    assert not [name for name in last if name.startswith(("ratio/", "logprob_gap/"))]
+
+
+def test_a_loaded_checkpoint_continues_bit_for_bit(qwen3, samples, tmp_path):
+    settings = config(schedule=ScheduleConfig(kind="cosine", total_steps=5))
+    batches = batches_of(samples, settings)
+    trainer = ready(qwen3, settings)
+    trainer.train(batches)
+    trainer.save(tmp_path / "one")
+    random = torch.rand(3)
+    after = trainer.train(batches)
+
+    resumed = ready(qwen3, settings)
+    resumed.load(tmp_path / "one")
+    assert resumed.version == 1
+    assert torch.equal(torch.rand(3), random)
+    again = resumed.train(batches)
+    timing = {"trainer/step_seconds"}
+    assert {k: v for k, v in again.metrics.items() if k not in timing} == {
+        k: v for k, v in after.metrics.items() if k not in timing
+    }
+    assert_same(weights(resumed), weights(trainer), rtol=0, atol=0)
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_checkpoint_is_replaced_whole_and_an_incomplete_one_refused(qwen3, llama, samples, tmp_path):
+    trainer = ready(qwen3, config())
+    (tmp_path / "at.partial").mkdir()
+    trainer.save(tmp_path / "at")
+    trainer.train(batches_of(samples, config()))
+    trainer.save(tmp_path / "at")
+    assert json.loads((tmp_path / "at" / "trainer.json").read_text()) == {"version": 1, "optimizer_steps": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["at"]
+
+    with pytest.raises(CheckpointError, match="of another model: it lacks"):
+        ready(llama, config()).load(tmp_path / "at")
+    (tmp_path / "at" / "trainer.json").unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        trainer.load(tmp_path / "at")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        trainer.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama"])
+def test_an_exported_folder_loads_in_transformers_with_the_trained_weights(model, samples, tmp_path, request):
+    trainer = ready(request.getfixturevalue(model), config())
+    trainer.train(batches_of(samples, config()))
+    trainer.export_hf(tmp_path / "hf")
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert_same({n: p.detach() for n, p in lm.named_parameters()}, weights(trainer), rtol=0, atol=0)
+    assert (tmp_path / "hf" / "tokenizer_config.json").is_file()
+    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == (model == "qwen3")
+
+
+def test_tied_weights_are_sent_once_under_the_name_of_the_embedding(qwen3, llama):
+    names = [shard.name for shard in ready(qwen3, config()).shards()]
+    assert "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+    untied = {shard.name: shard for shard in ready(llama, config()).shards()}
+    head = untied["lm_head.weight"]
+    assert (head.global_shape, head.box, head.dtype) == ((67, 36), ((0, 67), (0, 36)), "float32")
+
+
+def test_what_does_not_fit_the_model_is_refused_with_the_place(qwen3, sample, tmp_path):
+    trainer = ready(qwen3, config())
+    foreign = sample("foreign", 6, tokens=np.array([1, 2, 3, 4, 99, 5], dtype=np.int32))
+    with pytest.raises(BatchError, match="Token 99 of sample foreign, position 4 lies outside .* of 67"):
+        trainer.train(batches_of([foreign], config()))
+    other = config(loss=LossConfig(normalization="token"))
+    with pytest.raises(ConfigError, match='normalization "token" but `loss.normalization` is "episode"'):
+        trainer.train(batches_of([sample("a", 6)], other))
+    with pytest.raises(ConfigError, match="no config.json"):
+        ready(tmp_path, config())
+    with pytest.raises(RankError, match="call setup"):
+        FSDPTrainer(qwen3).train(batches_of([sample("a", 6)], config()))
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    Gemma2ForCausalLM(Gemma2Config(**shape, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="final_logit_softcapping"):
+        ready(tmp_path, config())
+
+
+def test_sleep_frees_the_gradients_and_wake_goes_on_as_before(qwen3, samples):
+    batches = batches_of(samples, config())
+    trainer, twin = ready(qwen3, config()), ready(qwen3, config())
+    for t in (trainer, twin):
+        t.train(batches)
+    trainer.sleep()
+    with pytest.raises(RankError, match="call wake"):
+        trainer.train(batches)
+    trainer.wake()
+    trainer.wake()
+    for t in (trainer, twin):
+        t.train(batches)
+    assert_same(weights(trainer), weights(twin), rtol=0, atol=0)
+
+
+def test_the_model_can_be_prepared_before_it_is_sharded(qwen3, samples):
+    def freeze_embeddings(lm: torch.nn.Module) -> None:
+        lm.get_parameter("model.embed_tokens.weight").requires_grad_(False)
+
+    trainer = create_trainer(config(), model_path=qwen3)
+    layout = trainer.setup(config(), prepare_model=freeze_embeddings)
+    assert layout.vocab_size == 67
+    before = weights(trainer)
+    trainer.train(batches_of(samples, config()))
+    after = weights(trainer)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.embed_tokens.weight" not in changed
+    assert len(changed) == len(before) - 1
+    trainer.close()
