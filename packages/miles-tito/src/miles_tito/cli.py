@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         asyncio.run(_serve(args))
-    except MilesError as error:
+    except (MilesError, OSError) as error:  # OSError: the port is taken, or the host is not ours
         print(f"miles-tito: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

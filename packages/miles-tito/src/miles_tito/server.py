@@ -117,8 +117,8 @@ async def serve(
         ready: called with the URL as soon as requests are answered.
         signals: take over the process's signal handlers; leave that to the process's owner otherwise.
     """
-    sock = socket.create_server((host, port), backlog=2048)
-    url = f"http://{host}:{sock.getsockname()[1]}"
+    sock = _listen(host, port)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -138,6 +138,20 @@ async def serve(
         raise
     finally:
         sock.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it, each answer takes 40 ms more.
+    sock = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 class _Uvicorn(uvicorn.Server):
