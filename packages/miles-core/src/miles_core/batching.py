@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles_rollout.advantages import Advantages
 from miles_tito.summary import GroupRef
 from miles_train.batch import BatchTotals
-from miles_train.packing import pack
+from miles_train.plan import Row, StepPlan, plan_batch
+
+AdvantagesByEpisode = Callable[[Sequence[GroupRef]], Mapping[str, float | None]]
+"""Advantage of each episode of a batch by id; None for an episode that is not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One trajectory to train on: where it lies, and its scalar advantage."""
+class RowAddress:
+    """One trajectory to train on: where it lies, and its advantage."""
 
     group: int
     """Index into `RankWork.handles`."""
@@ -24,67 +26,71 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankWork:
-    """What one rank needs for one step: handles of the groups it reads, its rows by micro-batch, global totals."""
+class OptimizerStep:
+    """One rank's rows of one optimizer step."""
 
-    handles: tuple[Any, ...]
-    micro_batches: tuple[tuple[Row, ...], ...]
+    micro_batches: tuple[tuple[RowAddress, ...], ...]
+    """As many as on every other rank."""
     totals: BatchTotals
 
 
-def plan_batch(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWork:
+    """What one rank needs to train one batch."""
+
+    handles: tuple[Any, ...]
+    """Handles of the groups that this rank reads, no others."""
+    steps: tuple[OptimizerStep, ...]
+
+
+def plan_ranks(
     groups: Sequence[GroupRef],
     *,
-    advantages: Advantages,
+    advantages: AdvantagesByEpisode,
     token_budget: int,
     ranks: int,
-    pack_rows: Callable[..., tuple[tuple[tuple[int, ...], ...], ...]] = pack,
+    minibatches: int,
 ) -> list[RankWork]:
-    """Turn raw rewards into advantages and spread the rows over `ranks`.
+    """Turn raw rewards into advantages, and spread the trajectories over optimizer steps, ranks and micro-batches.
 
-    An episode without advantage (it has no reward) is not trained and not counted in the totals.
+    An episode without advantage is not trained and not counted in the totals.
     """
+    by_episode = advantages(groups)
     rows: list[Row] = []
-    lengths: list[int] = []
-    num_episodes = num_loss_tokens = 0
-    for g, (group, advantages_E) in enumerate(
-        zip(groups, advantages([group.rewards for group in groups]), strict=True)
-    ):
-        for e, (episode, advantage) in enumerate(zip(group.episodes, advantages_E, strict=True)):
-            if advantage is None or episode.num_loss_tokens == 0:
+    addresses: list[RowAddress] = []
+    for g, group in enumerate(groups):
+        for e, episode in enumerate(group.episodes):
+            advantage = by_episode[episode.id]
+            if advantage is None:
                 continue
-            num_episodes += 1
-            num_loss_tokens += episode.num_loss_tokens
             for t, trajectory in enumerate(episode.trajectories):
-                if trajectory.num_loss_tokens:
-                    rows.append(Row(group=g, episode=e, trajectory=t, advantage=advantage))
-                    lengths.append(trajectory.num_tokens)
-    totals = BatchTotals(num_episodes=num_episodes, num_loss_tokens=num_loss_tokens)
-    layout = pack_rows(lengths, token_budget=token_budget, ranks=ranks)
-    return [_rank_work(groups, rows, micro_batches, totals) for micro_batches in layout]
+                rows.append(Row(episode.id, trajectory.num_tokens, trajectory.num_loss_tokens))
+                addresses.append(RowAddress(group=g, episode=e, trajectory=t, advantage=advantage))
+    plans = plan_batch(rows, token_budget=token_budget, ranks=ranks, minibatches=minibatches)
+    return [_rank_work(rank, plans, groups, addresses) for rank in range(ranks)]
 
 
 def _rank_work(
-    groups: Sequence[GroupRef],
-    rows: Sequence[Row],
-    micro_batches: Sequence[Sequence[int]],
-    totals: BatchTotals,
+    rank: int, plans: Sequence[StepPlan], groups: Sequence[GroupRef], addresses: Sequence[RowAddress]
 ) -> RankWork:
-    used = sorted({rows[i].group for micro_batch in micro_batches for i in micro_batch})
+    used = sorted({addresses[i].group for plan in plans for micro_batch in plan.ranks[rank] for i in micro_batch})
     position = {group: i for i, group in enumerate(used)}
+
+    def local(address: RowAddress) -> RowAddress:
+        return RowAddress(
+            group=position[address.group],
+            episode=address.episode,
+            trajectory=address.trajectory,
+            advantage=address.advantage,
+        )
+
     return RankWork(
         handles=tuple(groups[g].handle for g in used),
-        micro_batches=tuple(
-            tuple(
-                Row(
-                    group=position[rows[i].group],
-                    episode=rows[i].episode,
-                    trajectory=rows[i].trajectory,
-                    advantage=rows[i].advantage,
-                )
-                for i in micro_batch
+        steps=tuple(
+            OptimizerStep(
+                micro_batches=tuple(tuple(local(addresses[i]) for i in rows) for rows in plan.ranks[rank]),
+                totals=plan.totals,
             )
-            for micro_batch in micro_batches
+            for plan in plans
         ),
-        totals=totals,
     )

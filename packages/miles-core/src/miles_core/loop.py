@@ -2,7 +2,7 @@
 
     producer ──put──▶ GroupBuffer ──take──▶ plan ──▶ train ──▶ push ──▶ release ──▶ monitor
        ▲                                                                   │
-       └─────────────── credits: at most (max_staleness + 1) × batch ◀─────┘
+       └─────────── credits: at most (max_staleness + 1) batches ◀─────────┘
 
 Nothing here knows Ray, torch or SGLang: `trainer` and `sync` are whatever answers the two protocols below.
 """
@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from miles_rollout.advantages import Advantages
 from miles_rollout.buffer import GroupBuffer
 from miles_tito.summary import GroupRef
 
-from .batching import RankWork, plan_batch
-from .metrics import rollout_metrics
+from .batching import AdvantagesByEpisode, RankWork
+from .metrics import fate_metrics, rollout_metrics
 from .monitor import Monitor
 
 
@@ -35,7 +34,7 @@ class Trained:
 class TrainerGroup(Protocol):
     """Every trainer rank, driven together."""
 
-    num_ranks: int
+    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]: ...
 
     async def train(self, work: Sequence[RankWork]) -> Trained: ...
 
@@ -53,18 +52,22 @@ class NoSync:
         return {}
 
 
-OnStep = Callable[[int, Sequence[GroupRef]], Awaitable[dict[str, float]]]
-"""Called after each committed step with the version and the groups trained; returns metrics to log (evaluation, index)."""
+OnStep = Callable[[int, dict[str, float]], Awaitable[dict[str, float]]]
+"""Called after each committed step with its version and its metrics so far; returns more of them."""
+
+
+async def nothing_more(version: int, metrics: dict[str, float]) -> dict[str, float]:
+    """An `OnStep` that adds nothing."""
+    return {}
 
 
 async def run(
     *,
-    produce: Callable[[], Awaitable[None]],
+    produce: Callable[[], Coroutine[Any, Any, None]],
     buffer: GroupBuffer,
     trainer: TrainerGroup,
     sync: Sync,
-    advantages: Advantages,
-    token_budget: int,
+    advantages: AdvantagesByEpisode,
     monitor: Monitor,
     steps: int,
     on_step: OnStep,
@@ -74,12 +77,12 @@ async def run(
     Raises whatever ends a producer, a trainer rank or a push: a crashed part ends the run instead of hanging it.
     """
     async with asyncio.TaskGroup() as tasks:
-        producer = tasks.create_task(_close_on_exit(produce, buffer), name="producer")
+        producer = tasks.create_task(produce(), name="producer")
         for _ in range(steps):
             clock = Clock()
             groups = await buffer.take()
             clock.lap("time/take_wait")
-            work = plan_batch(groups, advantages=advantages, token_budget=token_budget, ranks=trainer.num_ranks)
+            work = trainer.plan(groups, advantages)
             rollout = rollout_metrics(groups, version=buffer.version)
             trained = await trainer.train(work)
             clock.lap("time/train", lane="trainer", monitor=monitor)
@@ -87,25 +90,11 @@ async def run(
             clock.lap("time/sync", lane="sync", monitor=monitor)
             buffer.set_version(trained.version)
             buffer.release(groups)  # only now: the engines hold the weights trained on these groups
-            extra = await on_step(trained.version, groups)
+            metrics = rollout | trained.metrics | pushed | buffer.metrics() | fate_metrics(buffer.counts())
+            metrics |= await on_step(trained.version, metrics | clock.metrics())
             clock.lap("time/on_step")
-            monitor.log(
-                trained.version,
-                rollout | trained.metrics | pushed | extra | buffer.metrics() | clock.metrics(),
-            )
+            monitor.log(trained.version, metrics | clock.metrics())
         producer.cancel()
-
-
-async def _close_on_exit(produce: Callable[[], Awaitable[None]], buffer: GroupBuffer) -> None:
-    """A producer that ends or fails wakes a waiting `take()`: no group will come any more."""
-    try:
-        await produce()
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        buffer.close(error)
-        raise
-    buffer.close()
 
 
 class Clock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from miles_rollout.fates import FateCounts
 from miles_tito.summary import EpisodeSummary, GroupRef
 
 
@@ -22,6 +23,8 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": _std(rewards),
+        "reward/min": min(rewards, default=math.nan),
+        "reward/max": max(rewards, default=math.nan),
         "reward/group_std": _mean([_std([r for r in g.rewards if r is not None]) for g in groups]),
         "episode/tokens": _mean(tokens),
         "episode/tokens_max": float(max(tokens, default=0)),
@@ -37,6 +40,12 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
         "batch/loss_tokens": float(sum(tokens)),
     }
     return metrics | environment_metrics(episodes)
+
+
+def fate_metrics(counts: FateCounts) -> dict[str, float]:
+    """`fate/<fate>`: groups so far."""
+    names = ("issued", "trained", "filtered", "stale", "failed", "aborted", "in_flight")
+    return {f"fate/{name}": float(getattr(counts, name)) for name in names}
 
 
 def environment_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:

@@ -19,9 +19,9 @@ from typing import Any
 from miles_tito.errors import MilesError
 
 _PACKAGES = (
-    "miles-core miles-tito miles-rollout miles-envs miles-train miles-weightsync miles-quant "
-    "torch transformers sglang smg ray megatron-core numpy tokenizers"
-).split()
+    *("miles-core", "miles-tito", "miles-rollout", "miles-envs", "miles-train", "miles-weightsync", "miles-quant"),
+    *("torch", "transformers", "sglang", "smg", "ray", "megatron-core", "numpy", "tokenizers"),
+)
 
 
 class RunDirError(MilesError, OSError):

@@ -14,14 +14,14 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import zstandard
 from miles_tito.errors import MilesError
 from miles_tito.records import Group
-from miles_tito.wire import decode_group, encode_group
+from miles_tito.wire import decode, encode
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"MSPL"
@@ -51,7 +51,7 @@ class SpoolWriter:
 
     def append(self, group: Group) -> SpoolAddress:
         """Write `group` durably; raises SpoolError when the disk refuses it."""
-        payload = self._compressor.compress(encode_group(group))
+        payload = self._compressor.compress(encode(group))
         record = _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
         try:
             written = os.write(self._fd, record)
@@ -89,7 +89,7 @@ def read_groups(path: Path) -> Iterator[Group]:
             yield group
 
 
-def _read_record(read) -> Group | None:
+def _read_record(read: Callable[[int], bytes]) -> Group | None:
     header = read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -97,4 +97,4 @@ def _read_record(read) -> Group | None:
     payload = read(length)
     if magic != _MAGIC or len(payload) < length or zlib.crc32(payload) != checksum:
         return None
-    return decode_group(zstandard.ZstdDecompressor().decompress(payload))
+    return decode(zstandard.ZstdDecompressor().decompress(payload), Group)

@@ -14,6 +14,8 @@ METRICS: Final[dict[str, str]] = {
     "reward/std": "Standard deviation of reward over those episodes",
     "reward/min": "Smallest reward of those episodes",
     "reward/max": "Largest reward of those episodes",
+    "reward/min": "Smallest reward of the step",
+    "reward/max": "Largest reward of the step",
     "reward/group_std": "Standard deviation of reward within a group, averaged over groups",
     "eval/score": "Mean held-out reward of this version's weights",
     "eval/stderr": "Standard error of `eval/score`",

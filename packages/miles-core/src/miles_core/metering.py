@@ -1,0 +1,93 @@
+"""How busy the engines are, seen from where the requests leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from miles_tito.generation import Engine, GenerateRequest, Generation
+
+SHORT_GAP_S = 0.05
+"""Pauses up to this are drawn as part of one span."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What one session server sent through its engines."""
+
+    busy_s: float
+    """Seconds since the start with at least one request under way."""
+    sampled_tokens: int
+    """Since the start."""
+    spans: tuple[tuple[float, float], ...]
+    """Busy spans that ended since the last reading, seconds since the epoch."""
+
+
+class BusyMeter:
+    """Seconds in which at least one request was under way."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._since = 0.0
+        self._total = 0.0
+        self._spans: list[tuple[float, float]] = []
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since = time.time()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._close(time.time())
+
+    def read(self) -> tuple[float, tuple[tuple[float, float], ...]]:
+        """Busy seconds so far, and the spans since the last reading; a request still under way is cut in two."""
+        if self._running:
+            now = time.time()
+            self._close(now)
+            self._since = now
+        spans, self._spans = tuple(self._spans), []
+        return self._total, spans
+
+    def _close(self, end: float) -> None:
+        self._total += end - self._since
+        if self._spans and self._since - self._spans[-1][1] < SHORT_GAP_S:
+            self._spans[-1] = (self._spans[-1][0], end)
+        else:
+            self._spans.append((self._since, end))
+
+
+class MeteredEngine:
+    """An engine that counts what goes through it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._busy = BusyMeter()
+        self._sampled_tokens = 0
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        with self._busy:
+            generation = await self._engine.generate(request)
+        self._sampled_tokens += len(generation.output_ids)
+        return generation
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
+        with self._busy:
+            async with aclosing(self._engine.stream(request)) as pieces:
+                async for piece in pieces:
+                    self._sampled_tokens += len(piece.output_ids)
+                    yield piece
+
+    async def abort(self, rid: str) -> None:
+        await self._engine.abort(rid)
+
+    async def aclose(self) -> None:
+        await self._engine.aclose()
+
+    def counters(self) -> Counters:
+        busy_s, spans = self._busy.read()
+        return Counters(busy_s=busy_s, sampled_tokens=self._sampled_tokens, spans=spans)

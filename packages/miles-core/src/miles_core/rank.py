@@ -1,0 +1,93 @@
+"""One trainer rank as the loop uses it: builds its batches from groups, trains, pushes its own shards.
+
+A plain class: `actors.TrainerActor` only gives it a process. Heavy libraries are imported inside, so that the
+driver can import this module without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from miles_tito.export import to_samples
+from miles_tito.records import Group, Sample
+from miles_train.batch import Batch, make_batch
+from miles_train.config import TrainConfig
+from miles_weightsync.config import PushConfig
+
+from .batching import OptimizerStep, RankWork
+from .loop import Trained
+
+
+class TrainerRank:
+    """Rank `rank` of `config.ranks`; `setup` may be called again to train another model in the same process."""
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._trainer: Any = None
+        self._pusher: Any = None
+        self._config = TrainConfig()
+
+    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Any:
+        """Load `model` and join the other ranks; returns the trainer's `Layout`."""
+        from miles_train.fsdp import FSDPTrainer
+
+        self.close()
+        self._config = config
+        self._trainer = FSDPTrainer(model, rank=self._rank, init_method=init_method)
+        return self._trainer.setup(config)
+
+    def connect(self, *, engines: Sequence[str], config: PushConfig) -> None:
+        """Name the engines that `push` serves. Collective."""
+        from miles_weightsync.push import Pusher
+
+        self._close_pusher()
+        self._pusher = Pusher(engines, config=config)
+
+    def train(self, work: RankWork, groups: Sequence[Group]) -> Trained:
+        """One batch: `groups[i]` belongs to `work.handles[i]`."""
+        batches = [self._batch(step, groups) for step in work.steps]
+        result = self._trainer.train(batches)
+        return Trained(version=result.version, metrics=dict(result.metrics))
+
+    def push(self, version: int) -> dict[str, float]:
+        """Send this rank's shards; returns once every engine serves `version`."""
+        report = self._pusher.push(self._trainer.shards(), version=version)
+        return dict(report.metrics)
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder. Collective."""
+        self._trainer.export_hf(path)
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint. Collective."""
+        self._trainer.save(path)
+
+    def close(self) -> None:
+        self._close_pusher()
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    def _close_pusher(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+            self._pusher = None
+
+    def _batch(self, step: OptimizerStep, groups: Sequence[Group]) -> Batch:
+        samples: dict[tuple[int, int], dict[str, Sample]] = {}
+
+        def sample(group: int, episode: int, trajectory: int, advantage: float) -> Sample:
+            record = groups[group].episodes[episode]
+            if (group, episode) not in samples:
+                samples[group, episode] = {s.id: s for s in to_samples(record, advantage)}
+            return samples[group, episode][record.trajectories[trajectory].id]
+
+        loss = self._config.loss
+        return make_batch(
+            [[sample(r.group, r.episode, r.trajectory, r.advantage) for r in rows] for rows in step.micro_batches],
+            step.totals,
+            normalization=loss.normalization,
+            max_tokens=loss.max_tokens,
+        )

@@ -1,0 +1,138 @@
+"""One run from its configuration to its last line.
+
+run directory ─▶ model folder ─▶ Ray ─▶ RLRun or SftRun ─▶ summary ─▶ report
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from . import report, rundir
+from .cluster import cluster
+from .config import Config, to_dict
+from .model import prepare_model_folder
+from .monitor import Monitor, RunSummary, build_monitor
+from .report.write import REPORT_FILE
+from .rl import RLRun
+from .rundir import RunDir
+from .sft import SftRun
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["rl", "sft"]
+EXIT_STATUS = {"finished": 0, "failed": 1, "interrupted": 130}
+
+
+class Run(Protocol):
+    """What `main` drives."""
+
+    async def run(self) -> None: ...
+
+    def summary(self) -> dict[str, Any]:
+        """Fields of `RunSummary` known so far."""
+        ...
+
+
+def main(config: Config, kind: Kind) -> int:
+    """Run to the end, print the summary, write the report.
+
+    Returns:
+        Exit status: 0 finished, 1 failed, 130 interrupted. No process of the run is left behind.
+    """
+    plain = to_dict(config)
+    run_dir = rundir.create(Path(config.run.dir), config.run.name, config=plain)
+    _log_to(run_dir.log / "driver.log")
+    _share_import_path()
+    monitor = build_monitor(config.monitor, run_dir=run_dir.path, total_steps=_steps(config, kind), run_config=plain)
+    return asyncio.run(_run(config, kind, run_dir, monitor))
+
+
+async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) -> int:
+    began = time.monotonic()
+    run: Run | None = None
+    error: BaseException | None = None
+    _cancel_on_signals()
+    try:
+        model = prepare_model_folder(config.model, out=run_dir.path / "model")
+        async with cluster(config.ray):
+            make = RLRun if kind == "rl" else SftRun
+            run = make(config, run_dir=run_dir, model=model, monitor=monitor)
+            await run.run()
+    except (Exception, asyncio.CancelledError) as caught:
+        error = _cause(caught)
+        logger.info("the run ended early", exc_info=caught)  # the whole trace is for the log file
+    page = run_dir.path / REPORT_FILE
+    known = {"steps": 0, "seconds": time.monotonic() - began, **(run.summary() if run else {})}
+    summary = RunSummary(status=_status(error), error=_line(error), report=str(page), **known)
+    monitor.finish(summary)
+    report.write(run_dir.path)
+    if config.monitor.console == "off":
+        print("\n".join(summary.lines()), flush=True)
+    if summary.status == "failed":
+        print(f"{error}\nThe whole story: {run_dir.log}", file=sys.stderr)
+    return EXIT_STATUS[summary.status]
+
+
+def _steps(config: Config, kind: Kind) -> int:
+    return config.run.steps if kind == "rl" else config.sft.steps
+
+
+def _cancel_on_signals() -> None:
+    """Ctrl-C and SIGTERM stop the run cleanly; a second one ends the process at once."""
+    task = asyncio.current_task()
+    assert task is not None, "called from a coroutine"
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(other)
+            signal.signal(other, signal.SIG_DFL)
+        print(f"\n{number.name}: stopping; once more to end at once", file=sys.stderr, flush=True)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+
+
+def _share_import_path() -> None:
+    """Let the processes of the run import what the driver can: the user's task lies beside the config file."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    root.addHandler(console)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error inside nested groups; what a remote process raised rather than Ray's wrapping of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    remote = getattr(error, "cause", None)
+    return remote if isinstance(remote, BaseException) else error
+
+
+def _status(error: BaseException | None) -> Literal["finished", "interrupted", "failed"]:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, asyncio.CancelledError) else "failed"
+
+
+def _line(error: BaseException | None) -> str | None:
+    if error is None or isinstance(error, asyncio.CancelledError):
+        return None
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,0 +1,139 @@
+"""Supervised training through the same loop: demonstrations instead of rollouts, no engine to update."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from miles_rollout.buffer import GroupBuffer
+from miles_rollout.config import RolloutConfig
+from miles_rollout.producer import produce
+from miles_rollout.prompts import PromptStream
+from miles_tito.records import Prompt, Sampling
+from miles_tito.summary import GroupRef
+from miles_train.config import LossConfig, TrainConfig
+
+from . import loop
+from .actors import SupervisedActor
+from .cluster import Trainers, spawn, stop_parts
+from .config import Config
+from .monitor import Monitor
+from .rundir import RunDir
+from .supervised import imitate
+
+
+class SftRun:
+    """`miles sft`: supervised training is the whole job."""
+
+    def __init__(self, config: Config, *, run_dir: RunDir, model: Path, monitor: Monitor) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._model = model
+        self._monitor = monitor
+        self._began = time.monotonic()
+        self._steps = 0
+
+    async def run(self) -> None:
+        """Train, export to `checkpoints/final`, stop."""
+        trainers = Trainers(self._config.train)
+        try:
+            await trainers.setup(sft_train_config(self._config), self._model)
+            await train_supervised(
+                self._config,
+                trainers=trainers,
+                tokenizer=self._model,
+                monitor=self._monitor,
+                on_step=self._after_step,
+            )
+            await trainers.export(self._run_dir.checkpoints / "final")
+        finally:
+            await stop_parts([trainers])
+
+    def summary(self) -> dict[str, Any]:
+        return {"steps": self._steps, "seconds": time.monotonic() - self._began}
+
+    async def _after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
+        self._steps = version
+        return {}
+
+
+def sft_train_config(config: Config) -> TrainConfig:
+    """The trainer of `[train]` with the loss of SFT, and the optimizer and schedule of `[sft]`.
+
+    Tokens are averaged over the batch: each one is a demonstration.
+    """
+    return replace(
+        config.train,
+        minibatches=1,
+        loss=LossConfig(kind="sft", normalization="token", log_entropy=False),
+        optimizer=config.sft.optimizer,
+        schedule=config.sft.schedule,
+    )
+
+
+async def train_supervised(
+    config: Config,
+    *,
+    trainers: Trainers,
+    tokenizer: Path,
+    monitor: Monitor,
+    on_step: loop.OnStep = loop.nothing_more,
+) -> None:
+    """Train `sft.steps` steps on `sft.data`; the trainers are set up for it already."""
+    assert config.sft.data is not None, "checked with the configuration"
+    source = spawn(SupervisedActor)()
+    await source.open.remote(config.sft, tokenizer=tokenizer, family=config.model.family, seed=config.run.seed)
+    buffer = GroupBuffer(_one_group_a_step(config.sft.batch_size))
+    await loop.run(
+        produce=partial(
+            produce,
+            prompts=PromptStream(_draws()),
+            buffer=buffer,
+            run_group=_Draw(source),
+            group_size=config.sft.batch_size,
+        ),
+        buffer=buffer,
+        trainer=trainers,
+        sync=loop.NoSync(),
+        advantages=imitate,
+        monitor=monitor,
+        steps=config.sft.steps,
+        on_step=on_step,
+    )
+    buffer.close()
+
+
+def _one_group_a_step(batch_size: int) -> RolloutConfig:
+    """Two groups ahead of training; age does not matter, for nothing was sampled."""
+    return RolloutConfig(
+        group_size=batch_size,
+        groups_per_step=1,
+        max_staleness=2,
+        min_rewards=1,
+        advantage="reinforce_pp",
+        filter="no_filter",
+        put_policy="keep",
+        take_policy="keep",
+    )
+
+
+def _draws() -> Iterator[Prompt]:
+    """Names for the draws; what is drawn, the source decides."""
+    return (Prompt(id=f"demonstrations-{number}") for number in itertools.count())
+
+
+class _Draw:
+    """The source as the producer calls it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    async def __call__(
+        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
+    ) -> GroupRef:
+        return await self._source.run_group.remote(prompt, group_id, group_size)
