@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import email
 import zipfile
 from collections.abc import Iterable, Iterator
+from email import message_from_bytes
+from email.message import Message
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -17,10 +18,10 @@ def find_wheel(wheels: Path, package: str) -> Path:
     return found
 
 
-def wheel_metadata(wheels: Path, package: str) -> email.message.Message:
+def wheel_metadata(wheels: Path, package: str) -> Message:
     with zipfile.ZipFile(find_wheel(wheels, package)) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        return email.message_from_bytes(archive.read(name))
+        return message_from_bytes(archive.read(name))
 
 
 def requirements(wheels: Path, package: str, extras: Iterable[str] = ()) -> Iterator[Requirement]:
