@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from miles_tito.errors import TemplateError
-from miles_tito.probe import detect_close, probe_template
 from miles_tito.tokenizer import Tokenizer
 
 from . import qwen3, smollm2, tiny
@@ -18,6 +17,8 @@ def choose_family(family: Family | str, tokenizer: Tokenizer) -> Family:
     Raises:
         TemplateError: no such family, or (auto) a case of the template that breaks exact joins.
     """
+    from miles_tito.probe import detect_close, probe_template  # which itself imports this package
+
     if isinstance(family, Family):
         return family
     if family != "auto":
