@@ -21,6 +21,7 @@ from .payload import LOAD_FORMAT
 
 _FLUSH_WAIT_S = 30.0
 """How long a flush may wait for requests that are just being retracted or aborted."""
+_FLUSH_INTERVAL_S = 0.05
 
 
 class Deadline:
@@ -90,9 +91,21 @@ class EngineClient:
         self._call("POST", "/pause_generation", {"mode": mode}, deadline)
 
     def flush_cache(self, deadline: Deadline, *, wait: bool) -> None:
-        """Drop the prefix cache; refused while requests hold parts of it."""
-        seconds = min(_FLUSH_WAIT_S, deadline.left()) if wait else 0.0
-        self._call("POST", f"/flush_cache?timeout={seconds:.3f}", None, deadline)
+        """Drop the prefix cache; refused while requests hold parts of it.
+
+        Asked again and again rather than with the engine's own `timeout`: that one waits for an empty queue as well,
+        and under pause mode retract the queue is full by design.
+        """
+        patience = min(_FLUSH_WAIT_S, deadline.left()) if wait else 0.0
+        give_up = time.monotonic() + patience
+        while True:
+            try:
+                self._call("POST", "/flush_cache", None, deadline)
+                return
+            except EngineRequestError as error:
+                if error.status != httpx.codes.BAD_REQUEST or time.monotonic() >= give_up:
+                    raise
+            time.sleep(_FLUSH_INTERVAL_S)
 
     def begin(self, deadline: Deadline) -> None:
         """Open an update session, closing one that an earlier, failed push left open."""
@@ -147,7 +160,8 @@ class EngineClient:
         content = _json_object(answer)
         if answer.status_code != 200 or content.get("success") is False:
             raise EngineRequestError(
-                f"{path}: HTTP {answer.status_code}: {content.get('message') or answer.text[:500]}"
+                f"{path}: HTTP {answer.status_code}: {content.get('message') or answer.text[:500]}",
+                status=answer.status_code,
             )
         return content
 

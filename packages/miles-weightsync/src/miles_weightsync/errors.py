@@ -25,7 +25,15 @@ class StagingError(WeightSyncError, RuntimeError):
 
 
 class EngineRequestError(WeightSyncError, RuntimeError):
-    """An engine refused an update request, answered nonsense, or did not answer in time."""
+    """An engine refused an update request, answered nonsense, or did not answer in time.
+
+    Attributes:
+        status: HTTP status of the answer, None where there was none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class SyncError(WeightSyncError, RuntimeError):
