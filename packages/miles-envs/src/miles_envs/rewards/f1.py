@@ -1,0 +1,37 @@
+"""Word overlap of answer and label, as in SQuAD (arXiv:1606.05250 §6.1)."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+from miles_tito.records import Message, Prompt
+
+from .score import answer_of, label_of
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def token_f1(prompt: Prompt, messages: Sequence[Message]) -> float:
+    """F1 of the words of the last answer and of the label; the best of them for a list of labels."""
+    label = label_of(prompt)
+    labels = cast("list[Any]", label) if isinstance(label, list) else [label]
+    answer = words(answer_of(messages))
+    return max((f1(answer, words(str(one))) for one in labels), default=0.0)
+
+
+def words(text: str) -> list[str]:
+    """Words in lower case without punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(answer: Sequence[str], label: Sequence[str]) -> float:
+    """2PR / (P + R) over the multisets of words; 1 when both are empty."""
+    if not answer or not label:
+        return float(not answer and not label)
+    shared = (Counter(answer) & Counter(label)).total()
+    return 2 * shared / (len(answer) + len(label))

@@ -1,0 +1,183 @@
+"""From a reward callable to a score: run it where it can do no harm, and accept nothing but a finite number.
+
+async def reward   awaited on the event loop, with a timeout
+def reward         called in a process of the pool, which is killed when it takes too long
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+import numbers
+import pickle
+import pkgutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from miles_tito.records import Message, Prompt
+
+from miles_envs.errors import EnvironmentSetupError, GraderTimeout, VerifierError
+
+from .pool import RewardPool
+
+logger = logging.getLogger(__name__)
+
+RewardValue = float | Mapping[str, float]
+"""A number, or a mapping with the number under `reward` and other metrics beside it."""
+Reward = Callable[[Prompt, Sequence[Message]], RewardValue | Awaitable[RewardValue]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a grader found: a finite reward."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Scorer:
+    """Runs one reward callable for many episodes."""
+
+    def __init__(self, reward: Reward | str, *, pool: RewardPool | None = None, timeout_s: float = 30.0) -> None:
+        """
+        Args:
+            reward: a callable, or its import string `"module:function"`.
+            pool: processes for a plain function; without one the scorer starts its own when it needs them.
+            timeout_s: longest time of one call.
+
+        Raises:
+            EnvironmentSetupError: the callable cannot be found, or a plain function cannot be sent to a process.
+        """
+        self._reward = _resolve(reward) if isinstance(reward, str) else reward
+        self._is_async = _is_async(self._reward)
+        self._owns_pool = pool is None
+        self._pool = pool or RewardPool()
+        self._timeout_s = timeout_s
+        if not self._is_async:
+            _check_sendable(self._reward)
+
+    async def score(self, prompt: Prompt, messages: Sequence[Message], *, sample: str) -> Score:
+        """The score of one conversation.
+
+        Args:
+            sample: names it in warnings and errors.
+
+        Raises:
+            VerifierError: the callable raised, took too long, crashed, or returned no finite number.
+        """
+        if self._is_async:
+            value = await self._await(prompt, messages, sample)
+        else:
+            value = await self._pool.call(self._reward, prompt, list(messages), what=sample, timeout_s=self._timeout_s)
+        return read_score(value, sample=sample)
+
+    async def aclose(self) -> None:
+        if self._owns_pool:
+            await self._pool.aclose()
+
+    async def _await(self, prompt: Prompt, messages: Sequence[Message], sample: str) -> Any:
+        call = cast("Callable[..., Awaitable[Any]]", self._reward)
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return await call(prompt, messages)
+        except Exception as error:  # the boundary to a user's code: whatever it raises is no reward
+            if isinstance(error, TimeoutError) and limit.expired():
+                logger.warning("the reward of %s was given up after %g s", sample, self._timeout_s)
+                raise GraderTimeout(f"The reward of {sample} took longer than {self._timeout_s:g} s.") from error
+            raise VerifierError(f"The reward of {sample} raised {type(error).__name__}: {error}") from error
+
+
+def read_score(value: object, *, sample: str) -> Score:
+    """`value` as a score; metrics that are None are left out.
+
+    Raises:
+        VerifierError: no finite number, or a mapping without one under `reward`.
+    """
+    if not isinstance(value, Mapping):
+        return Score(reward=_finite(value, f"The reward of {sample}"))
+    items = {str(key): item for key, item in cast("Mapping[Any, object]", value).items()}
+    if "reward" not in items:
+        raise VerifierError(
+            f"The reward of {sample} is a mapping with the keys {sorted(items)} but without 'reward'; return "
+            "{'reward': number, ...other metrics}."
+        )
+    reward = _finite(items.pop("reward"), f"The reward of {sample}")
+    metrics: dict[str, float] = {}
+    for key, item in items.items():
+        if item is None:
+            continue
+        try:
+            metrics[key] = _finite(item, f"Metric {key!r} of {sample}")
+        except VerifierError as error:
+            logger.warning("left out: %s", error)  # only watched, so the episode keeps its reward
+    return Score(reward=reward, metrics=metrics)
+
+
+def label_of(prompt: Prompt) -> Any:
+    """`prompt.task["label"]`; 0 and "" are labels, None is not.
+
+    Raises:
+        VerifierError: there is none.
+    """
+    label = prompt.task.get("label")
+    if label is None:
+        raise VerifierError(f"Prompt {prompt.id} has no label to grade against; its task has {sorted(prompt.task)}.")
+    return label
+
+
+def answer_of(messages: Sequence[Message]) -> str:
+    """Text of the last assistant message; empty when there is none."""
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            return message.get("content") or ""
+    return ""
+
+
+def _finite(value: object, what: str) -> float:
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise VerifierError(f"{what} is {value!r} ({type(value).__name__}), not a number.")
+    number = float(cast("float", value))
+    if not math.isfinite(number):
+        raise VerifierError(f"{what} is {number}, not a finite number.")
+    return number
+
+
+def _resolve(name: str) -> Reward:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise EnvironmentSetupError(
+            f"`reward` is {name!r}, which leads nowhere ({error}); write it as 'package.module:function'."
+        ) from error
+    if not callable(found):
+        raise EnvironmentSetupError(f"`reward` is {name!r}, a {type(found).__name__}; it must be callable.")
+    return cast("Reward", found)
+
+
+def _is_async(reward: Reward) -> bool:
+    inner: Any = reward
+    while isinstance(inner, functools.partial):
+        inner = cast("Any", inner).func
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def _check_sendable(reward: Reward) -> None:
+    name = getattr(reward, "__qualname__", repr(reward))
+    advice = "Define it at the top of a module that can be imported, or make it `async` to run it on the event loop."
+    if getattr(reward, "__module__", None) == "__main__":
+        raise EnvironmentSetupError(
+            f"Reward {name} is defined in the script that was started, which worker processes do not import. {advice}"
+        )
+    try:
+        pickle.dumps(reward)
+    except Exception as error:  # pickle raises whatever an object's own methods raise
+        raise EnvironmentSetupError(
+            f"Reward {name} is a plain function and runs in a worker process, but cannot be sent there ({error}). "
+            f"{advice}"
+        ) from error

@@ -1,0 +1,8 @@
+"""The shapes that most tasks have; subclass `MultiTurn` for others."""
+
+from .multi_turn import Dialogue, MultiTurn
+from .single_turn import SingleTurn
+from .tool_loop import ToolLoop
+from .tools import Tool
+
+__all__ = ["Dialogue", "MultiTurn", "SingleTurn", "Tool", "ToolLoop"]
