@@ -55,5 +55,6 @@ def server_environment(config: EngineConfig, *, model_path: str | Path) -> dict[
         env["HF_HUB_OFFLINE"] = "1"  # a local model needs no hub, and asking it costs seconds without a network
     if resolve_device(config.device, config.env) == "cpu":
         threads = config.threads or max(1, (os.cpu_count() or 1) // config.count)
-        env |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+        # OpenBLAS starts its threads when numpy is imported, and the launcher forks only while it has a single one.
+        env |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**env, **config.env}
