@@ -57,11 +57,31 @@ def save_model(path: Path, *, family: str = "qwen3", tied: bool = True, seed: in
         "tie_word_embeddings": tied,
         "initializer_range": 0.2,
     }
-    configs = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
-    config = configs[family](**shape)
+    match family:
+        case "qwen3":
+            config = transformers.Qwen3Config(**shape)
+        case "llama":
+            config = transformers.LlamaConfig(**shape)
+        case "mistral":
+            config = transformers.MistralConfig(**shape, sliding_window=8)
+        case "granite":
+            config = transformers.GraniteConfig(**(shape | {"head_dim": 12}), logits_scaling=3.0)
+        case "qwen3_moe":
+            config = transformers.Qwen3MoeConfig(
+                **shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
+            )
+        case "gpt2":
+            config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=36, n_layer=2, n_head=3)
+        case _:
+            raise ValueError(family)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
     return path
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Path]:
+    return save_model
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *, rtol:
 
 def dense_logprobs(path: Path, sample: Sample) -> torch.Tensor:
     """[T - 1] log-probs by Transformers itself, one row at a time."""
-    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokens = torch.from_numpy(sample.tokens.astype(np.int64))
     logits = lm(tokens[None]).logits[0, :-1] / sample.temperature
     return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -96,6 +96,24 @@ def test_log_probs_equal_those_of_transformers_at_the_sampling_temperature(model
         wanted = dense_logprobs(path, s).detach().numpy()
         np.testing.assert_allclose(got[s.loss_mask], wanted[s.loss_mask[1:]], rtol=0, atol=1e-5)
         assert not got[~s.loss_mask].any()
+
+
+@pytest.mark.parametrize("family", ["mistral", "granite", "qwen3_moe", "gpt2"])
+def test_other_families_are_scored_as_transformers_scores_them(family, samples, tmp_path, make_model):
+    """A window shorter than the rows, scaled logits, routed experts, learned positions with dropout."""
+    path = make_model(tmp_path, family=family)
+    settings = config(token_budget=128)
+    trainer = ready(path, settings)
+    (batch,) = batches_of(samples, settings)
+    (scored,) = score(trainer, batch)
+    (m,) = batch.micro_batches
+    for row, s in enumerate(samples):
+        got = scored[m.cu_seqlens[row] : m.cu_seqlens[row + 1]]
+        wanted = dense_logprobs(path, s).detach().numpy()
+        np.testing.assert_allclose(got[s.loss_mask], wanted[s.loss_mask[1:]], rtol=0, atol=2e-5)
+    before = weights(trainer)
+    trainer.train(batch)
+    assert all(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
 
 
 @pytest.mark.parametrize("normalization", ["episode", "token", "dr_grpo"])
@@ -126,6 +144,18 @@ def test_the_gradient_is_that_of_the_closed_form_and_ignores_the_split(normaliza
 @pytest.mark.parametrize("change", [{"layout": "padded"}, {"activation_checkpointing": True}, {"logit_chunk_mb": 4096}])
 def test_how_the_model_is_run_does_not_change_the_gradient(change, qwen3, samples):
     assert_same(gradient(qwen3, samples, config(**change)), gradient(qwen3, samples, config()))
+
+
+def test_siblings_share_the_computation_of_their_prompt_and_not_the_gradient(qwen3, sample):
+    prompt = np.arange(20) % 7
+    siblings = [
+        sample(f"s{i}", 28, prompt=20, tokens=np.concatenate([prompt, np.arange(8) * i % 67]).astype(np.int32), seed=i)
+        for i in range(4)
+    ]
+    assert_same(
+        gradient(qwen3, siblings, config(token_budget=128)),
+        gradient(qwen3, siblings, config(token_budget=128, layout="padded")),
+    )
 
 
 def built_in_copied(inputs: LossInputs) -> TokenLoss:

@@ -1,78 +1,24 @@
 """Causal attention over rows packed one after another, registered with Transformers under one name.
 
-Everything outside attention works on the packed row [1, N, …] and never sees padding. Attention itself runs a
-variable-length kernel where there is one (16-bit on a GPU), else rows of like length are padded into buckets:
-padding stands right of the real tokens, so that causal attention cannot look at it.
+Everything outside attention works on the distinct tokens [1, U, …] and never sees padding (see `rows`). Attention
+itself gathers whole rows: into a variable-length kernel where there is one (16-bit on a GPU), else into buckets of
+rows of like length, padded right of the real tokens, where causal attention cannot look.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from miles_train.errors import UnsupportedModel
 
+from .rows import PackedRows
+
 ATTENTION_NAME = "miles_packed"
-
-MIN_FILL = 0.75
-"""A bucket takes rows at least this fraction of its longest row…"""
-MIN_BUCKET_TOKENS = 512
-"""…or any row while it is this small: below, a kernel launch costs more than padding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
-    """Where rows lie in a packed sequence of N tokens."""
-
-    cu_seqlens: Tensor
-    """[R + 1] int32."""
-    max_length: int
-    buckets: tuple[Tensor, ...]
-    """[B, L] int64 packed index of each token of each row; padding repeats an index of the row."""
-    restore: Tensor
-    """[N] int64 place of each packed token in the flattened buckets."""
-
-
-def packed_rows(cu_seqlens: np.ndarray, device: torch.device) -> PackedRows:
-    """Group rows into buckets of like length."""
-    lengths = np.diff(cu_seqlens)
-    restore = np.empty(int(cu_seqlens[-1]), dtype=np.int64)
-    buckets: list[Tensor] = []
-    start = 0
-    for rows in _buckets(lengths):
-        longest = int(lengths[rows].max())
-        steps = np.arange(longest)
-        places = cu_seqlens[rows, None] + np.minimum(steps, lengths[rows, None] - 1)
-        real = steps < lengths[rows, None]
-        restore[places[real]] = start + np.flatnonzero(real)
-        start += places.size
-        buckets.append(torch.from_numpy(places.astype(np.int64)).to(device))
-    return PackedRows(
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
-        max_length=int(lengths.max()),
-        buckets=tuple(buckets),
-        restore=torch.from_numpy(restore).to(device),
-    )
-
-
-def _buckets(lengths: np.ndarray) -> list[np.ndarray]:
-    """Rows, longest first, cut where the next one would be mostly padding."""
-    order = np.argsort(-lengths, kind="stable")
-    cuts: list[int] = [0]
-    tokens = 0
-    for place, row in enumerate(order):
-        longest = lengths[order[cuts[-1]]]
-        if tokens >= MIN_BUCKET_TOKENS and lengths[row] < MIN_FILL * longest:
-            cuts.append(place)
-            tokens = 0
-        tokens += int(lengths[row])
-    return np.split(order, cuts[1:])
 
 
 def packed_attention(
@@ -88,7 +34,7 @@ def packed_attention(
     packed: PackedRows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: [1, heads, N, D] queries (fewer key and value heads) -> [1, N, heads, D]."""
+    """Transformers' attention interface: [1, heads, U, D] queries (fewer key and value heads) -> [1, U, heads, D]."""
     _refuse(module, packed, {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")})
     assert packed is not None, "refused above"
     assert dropout == 0.0, "dropout is turned off when a model is loaded"
@@ -108,9 +54,9 @@ def _varlen(
 
     starts, longest = packed.cu_seqlens, packed.max_length
     out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
+        q.index_select(0, packed.expand),
+        k.index_select(0, packed.expand),
+        v.index_select(0, packed.expand),
         starts,
         starts,
         longest,
@@ -120,7 +66,7 @@ def _varlen(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, Tensor), "no auxiliary output was asked for"
-    return out
+    return out.index_select(0, packed.collapse)
 
 
 def _bucketed(
@@ -137,7 +83,7 @@ def _bucketed(
             qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
         outs.append(out.transpose(1, 2).reshape(rows * longest, *out.shape[1::2]))
-    return torch.cat(outs).index_select(0, packed.restore)
+    return torch.cat(outs).index_select(0, packed.from_buckets)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

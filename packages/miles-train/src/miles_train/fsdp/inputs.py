@@ -1,6 +1,6 @@
 """A micro-batch as tensors: what the model reads, and what the loss reads.
 
-Subscripts: N packed tokens, M loss tokens, R rows, L longest row.
+Subscripts: U distinct tokens of the packed rows, M loss tokens, R rows, L longest row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles_train.batch import MicroBatch
 
-from .attention import PackedRows, packed_rows
+from .rows import PackedRows, packed_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class ModelInputs:
     """Rows for the model, and the places whose next token is scored."""
 
     input_ids: Tensor
-    """[1, N] int64 packed, or [R, L] right-padded."""
+    """[1, U] int64 packed, or [R, L] right-padded."""
     position_ids: Tensor
     """As `input_ids`."""
     sources: Tensor
@@ -48,14 +48,15 @@ def model_inputs(micro_batch: MicroBatch, indices: np.ndarray, *, padded: bool, 
     # sources are one left of their targets and in the same row: make_batch refuses a trained first token
     sources = indices - 1 if len(indices) else np.zeros(1, dtype=np.int64)
     scored = indices if len(indices) else sources
-    places, packed = sources, None
-    tokens, positions = micro_batch.tokens[None], micro_batch.positions[None]
+    packed = None
     if padded:
         grid = _grid(micro_batch)
         tokens, positions = micro_batch.tokens[grid], np.broadcast_to(np.arange(grid.shape[1]), grid.shape)
         places = micro_batch.rows_at(sources) * grid.shape[1] + micro_batch.positions[sources]
     else:
-        packed = packed_rows(micro_batch.cu_seqlens, device)
+        packed = packed_rows(micro_batch.tokens, micro_batch.cu_seqlens, device)
+        tokens, positions = micro_batch.tokens[None, packed.distinct], micro_batch.positions[None, packed.distinct]
+        places = packed.places[sources]
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)

@@ -76,9 +76,12 @@ def load_model(path: str | Path, config: TrainConfig) -> PolicyModel:
         lm = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, config.master_dtype), local_files_only=True
         )
-    can_pack = lm._supports_attention_backend
+    can_pack = _has_plain_attention(lm)
     if config.layout == "packed" and not can_pack:
-        raise UnsupportedModel(f'The attention of {type(lm).__name__} cannot be replaced; use layout = "padded".')
+        raise UnsupportedModel(
+            f"{type(lm).__name__} has layers whose attention cannot be replaced (or that are not attention), so packed "
+            'rows would see one another; use layout = "padded".'
+        )
     padded = config.layout == "padded" or not can_pack
     if not padded:
         lm.set_attn_implementation(register())
@@ -134,6 +137,12 @@ def decoder_layers(lm: Any) -> list[nn.Module]:
             f"{type(lm).__name__} declares no decoder layers (`_no_split_modules`), so it cannot be sharded by layer."
         )
     return layers
+
+
+def _has_plain_attention(lm: Any) -> bool:
+    """Is every layer causal attention, whole or windowed, that goes through Transformers' attention interface?"""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    return lm._supports_attention_backend and not lm._is_stateful and kinds <= {"full_attention", "sliding_attention"}
 
 
 def _logit_scale(lm: Any) -> float:
