@@ -99,7 +99,7 @@ async def slow_down(control: EngineControl, seconds: float | None) -> None:
 
 async def running(control: EngineControl, count: int) -> None:
     """Wait until `count` requests run."""
-    while (await control.loads())[0].num_running < count:  # noqa: ASYNC110  (another process)
+    while (await control.loads())[0].num_running < count:
         await asyncio.sleep(0.05)
 
 
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_the_router_frees_the_engine(
         await running(control, 1)
         request.cancel()
         async with asyncio.timeout(20):
-            while (await control.loads())[0].num_running:  # noqa: ASYNC110  (another process)
+            while (await control.loads())[0].num_running:
                 await asyncio.sleep(0.05)
     finally:
         await asyncio.to_thread(router.stop)
