@@ -44,14 +44,14 @@ def test_what_a_killed_owner_leaves_is_removed_and_what_a_living_one_holds_is_ke
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     name = owner.stdout.readline().strip()
-    assert name in shm_names()
+    assert name in shm_names(owner.pid)
     clean_stale()
-    assert name in shm_names()
+    assert name in shm_names(owner.pid)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.communicate()
     assert name in clean_stale()
-    assert not [left for left in shm_names() if f"-{owner.pid}-" in left]
+    assert shm_names(owner.pid) == []
     assert living.name in shm_names()
     living.close()
 

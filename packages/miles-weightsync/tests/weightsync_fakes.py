@@ -64,8 +64,10 @@ def shards(tensors: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> It
         yield AShard(name, tuple(tensor.shape), tensor.dtype, tuple(box), block)
 
 
-def shm_names() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith("miles-weightsync-")]
+def shm_names(pid: int | None = None) -> list[str]:
+    """Names in /dev/shm that a process owns, this one by default; other pushers of the machine are none of our business."""
+    prefix = f"miles-weightsync-{pid or os.getpid()}-"
+    return sorted(name for name in os.listdir("/dev/shm") if name.startswith(prefix))
 
 
 class FakeEngine:
