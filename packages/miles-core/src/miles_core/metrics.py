@@ -21,19 +21,19 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     lengths = [t.num_tokens for e in episodes for t in e.trajectories]
     oldest = [e.oldest_version for e in episodes if e.oldest_version is not None]
     metrics = {
-        "reward/mean": _mean(rewards),
+        "reward/mean": mean(rewards),
         "reward/std": _std(rewards),
         "reward/min": min(rewards, default=math.nan),
         "reward/max": max(rewards, default=math.nan),
-        "reward/group_std": _mean([_std([r for r in g.rewards if r is not None]) for g in groups]),
-        "episode/tokens": _mean(tokens),
+        "reward/group_std": mean([_std([r for r in g.rewards if r is not None]) for g in groups]),
+        "episode/tokens": mean(tokens),
         "episode/tokens_max": float(max(tokens, default=0)),
-        "episode/length": _mean(lengths),
-        "episode/seconds": _mean([e.seconds for e in episodes]),
+        "episode/length": mean(lengths),
+        "episode/seconds": mean([e.seconds for e in episodes]),
         "episode/seconds_max": max((e.seconds for e in episodes), default=0.0),
-        "episode/truncated": _mean([float(any(t.finish_reason == "length" for t in e.trajectories)) for e in episodes]),
-        "episode/failed": _mean([float(not e.outcome.has_reward) for e in episodes]),
-        "staleness/mean": _mean([version - v for v in oldest]),
+        "episode/truncated": mean([float(any(t.finish_reason == "length" for t in e.trajectories)) for e in episodes]),
+        "episode/failed": mean([float(not e.outcome.has_reward) for e in episodes]),
+        "staleness/mean": mean([version - v for v in oldest]),
         "staleness/max": float(max((version - v for v in oldest), default=0)),
         "batch/episodes": float(len(episodes)),
         "batch/tokens": float(sum(lengths)),
@@ -53,13 +53,14 @@ def environment_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in sorted({name for episode in episodes for name in episode.metrics}):
         values = [episode.metrics[name] for episode in episodes if name in episode.metrics]
-        metrics[f"env/{name}"] = _mean(values)
+        metrics[f"env/{name}"] = mean(values)
         if len(values) < len(episodes):
             metrics[f"env/{name}_coverage"] = len(values) / len(episodes)
     return metrics
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; nan without values."""
     values = list(values)
     return math.fsum(values) / len(values) if values else math.nan
 
@@ -68,5 +69,5 @@ def _std(values: Sequence[float]) -> float:
     """Population standard deviation; nan without values."""
     if not values:
         return math.nan
-    mean = _mean(values)
-    return math.sqrt(_mean((value - mean) ** 2 for value in values))
+    mean = mean(values)
+    return math.sqrt(mean((value - mean) ** 2 for value in values))

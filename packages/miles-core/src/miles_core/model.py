@@ -8,7 +8,7 @@ from pathlib import Path
 from miles_tito.errors import MilesError
 
 from .config import ModelConfig
-from .importing import load
+from .importing import call
 
 
 class ModelError(MilesError, ValueError):
@@ -16,7 +16,7 @@ class ModelError(MilesError, ValueError):
 
 
 def prepare_model_folder(config: ModelConfig, *, out: Path) -> Path:
-    """`model.path` as it is, or what `model.builder` makes at `out` (it may return another folder, such as a cache).
+    """`model.path` as it is, or what `model.builder` makes: at `out`, unless it returns another folder such as a cache.
 
     Raises:
         ModelError: the folder lacks `config.json`.
@@ -24,7 +24,8 @@ def prepare_model_folder(config: ModelConfig, *, out: Path) -> Path:
     if config.path is not None:
         folder = Path(config.path).expanduser()
     else:
-        folder = Path(load(str(config.builder), what="model.builder")(out, **config.builder_args))
+        made = call(str(config.builder), out, keywords=config.builder_args, what="model.builder")
+        folder = out if made is None else Path(made)
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is no Hugging Face model folder: it has no config.json. Set `model.path` to one, or "

@@ -15,11 +15,13 @@ from miles_rollout.evaluate import EvalResult, evaluate
 from miles_rollout.producer import Gate, produce
 from miles_rollout.prompts import PromptStream
 from miles_tito.records import Prompt
+from miles_tito.summary import GroupRef
 
 from . import loop
 from .cluster import Fleet, SessionServers, Trainers, Workers, stop_parts
 from .config import Config
 from .fate_index import FateIndex
+from .metrics import mean
 from .model import context_limit
 from .monitor import Monitor
 from .rundir import RunDir
@@ -43,6 +45,8 @@ class RLRun:
         self._usage: Usage | None = None
         self._evals: list[EvalResult] = []
         self._heldout: list[Prompt] = []
+        self._rewards: list[float] = []
+        """Of every episode that finished since the last step, whatever became of its group."""
         self.version = 0
 
     async def run(self) -> None:
@@ -128,7 +132,7 @@ class RLRun:
                 run_group=workers.run_group,
                 group_size=config.rollout.group_size,
                 gate=self._gate,
-                spool=self._index.spooled,
+                spool=self._finished,
             ),
             buffer=self._buffer,
             trainer=trainers,
@@ -143,6 +147,11 @@ class RLRun:
             self._monitor.log(self.version, await self._evaluate(workers))
         await trainers.export(self._run_dir.checkpoints / "final")
 
+    async def _finished(self, ref: GroupRef) -> None:
+        """A group is durable in its worker's spool, and is about to meet the filter."""
+        self._rewards += (reward for reward in ref.rewards if reward is not None)
+        await self._index.spooled(ref)
+
     async def _after_step(
         self, sessions: SessionServers, workers: Workers, version: int, metrics: dict[str, float]
     ) -> dict[str, float]:
@@ -151,6 +160,8 @@ class RLRun:
         more = self._usage.step(
             await sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])
         )
+        more["reward/all_mean"] = mean(self._rewards)
+        self._rewards.clear()
         every = self._config.eval.every
         if every and version % every == 0:
             with self._gate.closed():

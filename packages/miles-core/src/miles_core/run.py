@@ -62,6 +62,7 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) ->
     try:
         model = prepare_model_folder(config.model, out=run_dir.path / "model")
         async with cluster(config.ray):
+            _cancel_on_signals()  # Ray has put its own handlers in place of ours
             make = RLRun if kind == "rl" else SftRun
             run = make(config, run_dir=run_dir, model=model, monitor=monitor)
             await run.run()

@@ -7,7 +7,7 @@ an advantage of 1.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from miles_tito.supervised import supervised_trajectory
 from miles_tito.tokenizer import load_tokenizer
 
 from .config import SftConfig
-from .importing import load
+from .importing import call
 
 
 class DemonstrationError(MilesError, ValueError):
@@ -48,7 +48,11 @@ class SupervisedSource:
         loaded = load_tokenizer(tokenizer)
         joiner = Joiner(loaded, choose_family(family, loaded))
         assert config.data is not None, "checked with the configuration"
-        conversations = load(config.data, what="sft.data")(**config.data_args)
+        conversations = call(config.data, keywords=config.data_args, what="sft.data")
+        if not isinstance(conversations, Iterable):
+            raise DemonstrationError(
+                f"`sft.data` = {config.data!r} returned a {type(conversations).__name__}; it must return conversations."
+            )
         self._trajectories = [_trajectory(joiner, c, index) for index, c in enumerate(conversations)]
         if not self._trajectories:
             raise DemonstrationError(f"`sft.data` = {config.data!r} yielded no conversation.")
@@ -56,11 +60,6 @@ class SupervisedSource:
         self._epoch = 0
         self._order: list[int] = []
         self._store = store
-
-    @property
-    def size(self) -> int:
-        """Number of conversations."""
-        return len(self._trajectories)
 
     def group(self, prompt: Prompt, *, group_id: str, group_size: int) -> GroupRef:
         """The next `group_size` conversations."""
@@ -102,4 +101,8 @@ def _trajectory(joiner: Joiner, conversation: Any, index: int) -> Trajectory:
             "a mapping with `messages` and `tools`."
         )
     turns: Sequence[Message] = messages
-    return supervised_trajectory(joiner, turns, id=f"demonstration-{index}", setting=Setting(tools=tuple(tools or ())))
+    setting = Setting(tools=tuple(tools or ()))
+    try:
+        return supervised_trajectory(joiner, turns, id=f"demonstration-{index}", setting=setting)
+    except MilesError as error:
+        raise DemonstrationError(f"Conversation {index} of `sft.data` cannot be learned from: {error}") from error

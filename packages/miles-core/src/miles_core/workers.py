@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ from miles_tito.records import Env, Group, Prompt, Sampling
 from miles_tito.summary import GroupRef, summarize
 
 from .config import EnvConfig
-from .importing import load
+from .importing import call, load
 from .spool import SpoolWriter
+
+MOST_PROMPTS = 1_000_000
+"""Prompts that a split without `num_prompts` may have; an endless generator would be read for ever."""
 
 
 class EnvError(MilesError, TypeError):
@@ -28,7 +33,8 @@ def build_env(config: EnvConfig) -> Env:
     """Call the factory that `env.target` names with `env.args`; an Env object is taken as it is.
 
     Raises:
-        EnvError: what is found is no environment and makes none.
+        ImportStringError: there is no such factory, or it does not take `env.args`.
+        EnvError: what it returns is no environment.
     """
     assert config.target is not None, "checked with the configuration"
     target, args = config.target, dict(config.args)
@@ -37,14 +43,7 @@ def build_env(config: EnvConfig) -> Env:
         if args:
             raise EnvError(f"`env.target` is {target!r}, an environment and not a factory, but `env.args` is {args}.")
         return found
-    if not callable(found):
-        raise EnvError(f"`env.target` is {target!r}, a {type(found).__name__}; it must be a factory of an Env.")
-    try:
-        env = found(**args)
-    except TypeError as error:
-        raise EnvError(
-            f"`env.target` = {target!r} could not be called with `env.args` = {dict(args)}: {error}"
-        ) from error
+    env = call(target, keywords=args, what="env.target")
     if not isinstance(env, Env):
         raise EnvError(
             f"`env.target` = {target!r} returned a {type(env).__name__} that is no Env: it needs `tasks(split)`, "
@@ -76,6 +75,8 @@ class RolloutWorker:
         self._num_workers = num_workers
         self._run_id = run_id
         self._spool = SpoolWriter(trajectories, name)
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="spool")
+        """Writes one group at a time: hundreds of episodes must not wait for a device to flush."""
         self._store = store
         self._sessions: SessionClient | None = None
         self._worker: Worker | None = None
@@ -89,9 +90,15 @@ class RolloutWorker:
 
     def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         """The environment's prompts of `split`, at most `limit` of them."""
-        prompts = list(itertools.islice(self._env.tasks(split), limit))
+        most = MOST_PROMPTS + 1 if limit is None else limit
+        prompts = list(itertools.islice(self._env.tasks(split), most))
         if not prompts:
             raise EnvError(f"The environment has no prompts in split {split!r}.")
+        if len(prompts) > MOST_PROMPTS and limit is None:
+            raise EnvError(
+                f"Split {split!r} of the environment has more than {MOST_PROMPTS:,} prompts, maybe without end. "
+                "Say how many to use with `num_prompts`."
+            )
         return prompts
 
     async def run_group(
@@ -111,12 +118,16 @@ class RolloutWorker:
         )
         if not spool:
             return replace(summarize(group), handle=None)
-        address = self._spool.append(group)
+        address = await asyncio.get_running_loop().run_in_executor(self._disk, self._spool.append, group)
         ref = summarize(group, handle=self._store(group))
         return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
 
     async def stop(self) -> None:
-        await self._env.aclose()
-        if self._sessions is not None:
-            await self._sessions.aclose()
-        self._spool.close()
+        """Close the environment, the connections and the spool; one that fails does not keep the others open."""
+        try:
+            await self._env.aclose()
+        finally:
+            if self._sessions is not None:
+                await self._sessions.aclose()
+            await asyncio.to_thread(self._disk.shutdown)  # what is being written is written whole
+            self._spool.close()

@@ -11,6 +11,7 @@ from typing import Final
 
 METRICS: Final[dict[str, str]] = {
     "reward/mean": "Mean reward of the episodes trained in this step",
+    "reward/all_mean": "Mean reward of every episode finished since the last step, filtered and stale ones included",
     "reward/std": "Standard deviation of reward over those episodes",
     "reward/min": "Smallest reward of those episodes",
     "reward/max": "Largest reward of those episodes",
