@@ -69,5 +69,5 @@ def _std(values: Sequence[float]) -> float:
     """Population standard deviation; nan without values."""
     if not values:
         return math.nan
-    mean = mean(values)
-    return math.sqrt(mean((value - mean) ** 2 for value in values))
+    center = mean(values)
+    return math.sqrt(mean((value - center) ** 2 for value in values))
