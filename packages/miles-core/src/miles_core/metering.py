@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -28,7 +28,8 @@ class Counters:
 class BusyMeter:
     """Seconds in which at least one request was under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._running = 0
         self._since = 0.0
         self._total = 0.0
@@ -36,18 +37,18 @@ class BusyMeter:
 
     def __enter__(self) -> None:
         if self._running == 0:
-            self._since = time.time()
+            self._since = self._clock()
         self._running += 1
 
     def __exit__(self, *_: object) -> None:
         self._running -= 1
         if self._running == 0:
-            self._close(time.time())
+            self._close(self._clock())
 
     def read(self) -> tuple[float, tuple[tuple[float, float], ...]]:
         """Busy seconds so far, and the spans since the last reading; a request still under way is cut in two."""
         if self._running:
-            now = time.time()
+            now = self._clock()
             self._close(now)
             self._since = now
         spans, self._spans = tuple(self._spans), []

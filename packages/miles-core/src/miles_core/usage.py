@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .metering import Counters
 from .monitor import Monitor
@@ -15,9 +15,12 @@ class Usage:
     With several session servers the engines count as busy as the busiest of them says: a lower bound.
     """
 
-    def __init__(self, counters: Sequence[Counters], *, monitor: Monitor) -> None:
+    def __init__(
+        self, counters: Sequence[Counters], *, monitor: Monitor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._monitor = monitor
-        self._start = self._last = time.monotonic()
+        self._clock = clock
+        self._start = self._last = clock()
         self._first_busy = self._busy = _busy_s(counters)
         self._tokens = _tokens(counters)
         self._train_seconds = 0.0
@@ -28,7 +31,7 @@ class Usage:
         for lane, one in enumerate(counters):
             for start, end in one.spans:
                 self._monitor.event("generate", start, end, "engine" if lane == 0 else f"engine {lane}")
-        now, busy, tokens = time.monotonic(), _busy_s(counters), _tokens(counters)
+        now, busy, tokens = self._clock(), _busy_s(counters), _tokens(counters)
         elapsed = max(now - self._last, 1e-9)
         metrics = {
             "engine/tokens_per_s": (tokens - self._tokens) / elapsed,
