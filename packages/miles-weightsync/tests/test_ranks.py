@@ -61,7 +61,7 @@ def test_a_rank_that_fails_is_named_on_every_rank_and_no_engine_was_paused(seen:
     for rank in (0, 1):
         first, second = seen[rank]["a_rank_fails"]["pushes"]
         assert first["error"] == "SyncError"
-        assert "rank 1: the optimizer state is gone" in first["message"]
+        assert "rank 1: OSError: the optimizer state is gone" in first["message"]
         assert second["error"] is None
     assert not seen[0]["a_rank_fails"]["paused"]
     assert seen[0]["a_rank_fails"]["arrived"]

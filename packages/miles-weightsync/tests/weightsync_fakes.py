@@ -65,7 +65,7 @@ def shards(tensors: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> It
 
 
 def shm_names(pid: int | None = None) -> list[str]:
-    """Names in /dev/shm that a process owns, this one by default; other pushers of the machine are none of our business."""
+    """Names in /dev/shm that a process owns, this one by default; those of other pushers are none of our business."""
     prefix = f"miles-weightsync-{pid or os.getpid()}-"
     return sorted(name for name in os.listdir("/dev/shm") if name.startswith(prefix))
 

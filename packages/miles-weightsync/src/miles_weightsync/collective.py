@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from .errors import ShardError, SyncError
+from .errors import ShardError, SyncError, WeightSyncError
 from .shm import SHM_DIR
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Ranks:
         try:
             outcome.value = work()
         except Exception as error:  # the one boundary: the other ranks must hear of it before it is raised
-            outcome.error, outcome.is_shard_error = _first_line(error), isinstance(error, ShardError)
+            outcome.error, outcome.is_shard_error = _describe(error), isinstance(error, ShardError)
             outcome.cause = error
         cause, outcome.cause = outcome.cause, None
         everyone = self._gather(phase, outcome)
@@ -127,6 +127,11 @@ class _Outcome(Generic[T]):
         self.error: str | None = None
         self.is_shard_error = False
         self.cause: Exception | None = None
+
+
+def _describe(error: Exception) -> str:
+    """The message of an error of ours; of any other, its type too."""
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

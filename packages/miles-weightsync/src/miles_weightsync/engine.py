@@ -103,7 +103,7 @@ class EngineClient:
                 self._call("POST", "/flush_cache", None, deadline)
                 return
             except EngineRequestError as error:
-                if error.status != httpx.codes.BAD_REQUEST or time.monotonic() >= give_up:
+                if error.status != 400 or time.monotonic() >= give_up:
                     raise
             time.sleep(_FLUSH_INTERVAL_S)
 

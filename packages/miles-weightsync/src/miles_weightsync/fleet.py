@@ -30,6 +30,10 @@ class Fleet:
         self._users: dict[int, list[Future[None]]] = {}
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(lane.url for lane in self._lanes)
+
+    @property
     def is_lost(self) -> bool:
         """No engine can still get this version."""
         return bool(self._lanes) and all(lane.failed for lane in self._lanes)

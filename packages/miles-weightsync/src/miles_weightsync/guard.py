@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ def exclusive(urls: Sequence[str]) -> Generator[None]:
         for url in urls:
             lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             try:
-                lock.bind(f"\0miles-weightsync/{url}"[:100])
+                lock.bind(f"\0miles-weightsync/{hashlib.sha256(url.encode()).hexdigest()}")
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import NamedTuple
 
@@ -116,11 +116,10 @@ class Pusher:
     def _push(self, shards: Iterable[ShardLike], version: int) -> SyncReport:
         start = time.monotonic()
         self._seconds = {"write": 0.0, "send": 0.0}
-        urls = self._engines if self._ranks.is_leader else ()
-        with exclusive(urls):
-            fleet = Fleet(urls, config=self._config, api_key=self._api_key)
+        with ExitStack() as held:
+            fleet = Fleet(self._engines if self._ranks.is_leader else (), config=self._config, api_key=self._api_key)
             try:
-                blocks, buckets, local_R = self._prepare(shards, version, fleet)
+                blocks, buckets, local_R = self._prepare(shards, version, fleet, held)
                 if self._config.way == "tensor":
                     self._send_tensors(version, blocks, buckets, local_R, fleet)
                 else:
@@ -151,13 +150,14 @@ class Pusher:
         )
 
     def _prepare(
-        self, shards: Iterable[ShardLike], version: int, fleet: Fleet
+        self, shards: Iterable[ShardLike], version: int, fleet: Fleet, held: ExitStack
     ) -> tuple[Blocks, tuple[Bucket, ...], list[bool]]:
         """Read shards and engines, agree on what is pushed, and plan it unless the last plan still holds."""
         blocks: Blocks = {}
 
         def read() -> _Said:
             self._check_version(version)
+            held.enter_context(exclusive(fleet.urls))
             blocks.update(collect(shards))
             fleet.probe()
             digest = hashlib.sha256(repr(list(blocks)).encode()).hexdigest()
