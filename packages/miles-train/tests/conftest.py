@@ -70,6 +70,8 @@ def save_model(path: Path, *, family: str = "qwen3", tied: bool = True, seed: in
             config = transformers.Qwen3MoeConfig(
                 **shape, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
             )
+        case "mixtral":
+            config = transformers.MixtralConfig(**shape, num_local_experts=2)
         case "gpt2":
             config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=36, n_layer=2, n_head=3)
         case _:

@@ -1,8 +1,9 @@
-"""One rank of a real trainer for `test_ranks.py`: rank_worker.py RANK RANKS MODEL FOLDER. Not collected by pytest."""
+"""Real trainers of one and of two ranks for `test_ranks.py`: rank_worker.py MODEL FOLDER_1 FOLDER_2."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ class Worker:
 
     def deserted(self) -> str:
         """Rank 1 never comes."""
-        settings = self.config(collective_timeout_s=2.0)
+        settings = self.config(collective_timeout_s=8.0)
         trainer = self.trainer(settings)
         if self.rank == 1:
             return "stayed away"
@@ -118,8 +119,29 @@ class Worker:
         return "trained"
 
 
-if __name__ == "__main__":
-    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
-    worker = Worker(rank, ranks, Path(sys.argv[3]), Path(sys.argv[4]))
+def run_rank(rank: int, ranks: int, model: Path, folder: Path) -> None:
+    worker = Worker(rank, ranks, model, folder)
     worker.run()
-    (worker.folder / f"report-{rank}.json").write_text(json.dumps(worker.report))
+    (folder / f"report-{rank}.json").write_text(json.dumps(worker.report))
+
+
+def main() -> int:
+    model, *folders = map(Path, sys.argv[1:])
+    fork = multiprocessing.get_context("fork")  # torch and transformers are imported once
+    children = [
+        fork.Process(target=run_rank, args=(rank, ranks, model, folder), daemon=True)
+        for ranks, folder in enumerate(folders, start=1)
+        for rank in range(ranks)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    return max(abs(child.exitcode or 0) for child in children)
+
+
+if __name__ == "__main__":
+    import transformers
+
+    assert transformers.AutoModelForCausalLM, "loads its lazy modules before the fork"
+    sys.exit(main())

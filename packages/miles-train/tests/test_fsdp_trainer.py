@@ -362,6 +362,19 @@ def test_tied_weights_are_sent_once_under_the_name_of_the_embedding(qwen3, llama
     assert (head.global_shape, head.box, head.dtype) == ((67, 36), ((0, 67), (0, 36)), "float32")
 
 
+def test_fused_experts_are_sent_one_by_one_as_the_checkpoint_has_them(make_model, tmp_path):
+    from safetensors.torch import load_file
+
+    trainer = ready(make_model(tmp_path, family="qwen3_moe"), config())
+    got = weights(trainer)
+    assert_same(got, load_file(tmp_path / "model.safetensors"), rtol=0, atol=0)
+    assert got["model.layers.1.mlp.experts.3.up_proj.weight"].shape == (20, 36)
+
+    unknown = ready(make_model(tmp_path / "mixtral", family="mixtral"), config())
+    with pytest.raises(UnsupportedModel, match=r"block_sparse_moe.*Update the engine from an exported folder"):
+        list(unknown.shards())
+
+
 def test_what_does_not_fit_the_model_is_refused_with_the_place(qwen3, sample, tmp_path):
     trainer = ready(qwen3, config())
     foreign = sample("foreign", 6, tokens=np.array([1, 2, 3, 4, 99, 5], dtype=np.int32))

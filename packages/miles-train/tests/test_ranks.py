@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(240)
+
 WORKER = Path(__file__).with_name("rank_worker.py")
 
 
@@ -19,23 +23,14 @@ WORKER = Path(__file__).with_name("rank_worker.py")
 def runs(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Folders that one rank, and two ranks, left behind."""
     folders = {ranks: tmp_path_factory.mktemp(f"ranks-{ranks}") for ranks in (1, 2)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning", str(WORKER), str(rank), str(ranks), str(qwen3), str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for ranks, folder in folders.items()
-        for rank in range(ranks)
-    ]
-    try:
-        for process in started:
-            _, stderr = process.communicate(timeout=100)
-            assert process.returncode == 0, stderr[-3000:]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    command = [sys.executable, "-W", "error::UserWarning", str(WORKER), str(qwen3), *map(str, folders.values())]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            _, stderr = process.communicate(timeout=200)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks are its children
+    assert process.returncode == 0, stderr[-3000:]
     return folders
 
 
@@ -133,7 +128,7 @@ def test_a_rank_that_never_comes_is_an_error_and_not_a_hang(runs):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_uneven_and_empty_blocks_are_cut_where_fsdp_cuts_them(rank, tmp_path):
+def test_uneven_and_empty_blocks_are_cut_where_fsdp_cuts_them(rank, tmp_path, monkeypatch):
     """Three ranks share rows of 10, 4 and 67: the last rank has 2, none, and 21."""
     import torch.distributed as dist
     from miles_train import TrainConfig
@@ -144,6 +139,7 @@ def test_uneven_and_empty_blocks_are_cut_where_fsdp_cuts_them(rank, tmp_path):
     shape = {"vocab_size": 67, "hidden_size": 10, "intermediate_size": 9, "num_hidden_layers": 1, "head_dim": 4}
     lm = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True))
     lm.save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch wraps it for the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
     try:
         trainer = FSDPTrainer(tmp_path, rank=rank)

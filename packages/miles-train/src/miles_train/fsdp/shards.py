@@ -1,4 +1,4 @@
-"""The weights as this rank holds them, under their Hugging Face names."""
+"""The weights as this rank holds them, under the names that a Hugging Face checkpoint gives them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from miles_train.errors import UnsupportedModel
 from miles_train.trainer import Shard
 
 Box = tuple[tuple[int, int], ...]
@@ -17,34 +18,71 @@ Box = tuple[tuple[int, int], ...]
 def model_shards(lm: Any, *, rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Shard]:
     """Every block of every weight that this rank is to send; over all ranks they tile each weight exactly once.
 
-    Tied weights come once, empty blocks not at all, and what is not sharded (persistent buffers) from rank 0.
+    Tied weights come once, empty blocks not at all, what is not sharded (persistent buffers) from rank 0, and
+    experts that Transformers keeps in one tensor one by one, as checkpoints and engines have them.
     """
+    check_names(lm)
     for name, parameter in lm.named_parameters():
         box, block = _block(parameter.detach(), rank=rank, ranks=ranks)
         if block.numel():
-            yield Shard(name, tuple(parameter.shape), _name(dtype), box, block.to(dtype))
+            whole = Shard(name, tuple(parameter.shape), _name(dtype), box, block.to(dtype))
+            yield from _experts(whole)
     if rank == 0:
         saved = lm.state_dict().keys()
         for name, buffer in lm.named_buffers():
             if name in saved:
-                yield Shard(name, tuple(buffer.shape), _name(buffer.dtype), _whole(buffer), buffer)
+                yield Shard(name, tuple(buffer.shape), _name(buffer.dtype), _whole(buffer.shape), buffer)
+
+
+def check_names(lm: Any) -> None:
+    """Refuse a model whose parameters are arranged otherwise in its checkpoints than `model_shards` undoes."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in lm.named_parameters()}
+    ours = {
+        shard.name
+        for name, tensor in empty.items()
+        for shard in _experts(Shard(name, tuple(tensor.shape), "", _whole(tensor.shape), tensor))
+    }
+    theirs = set(revert_weight_conversion(lm, empty))
+    if ours != theirs:
+        raise UnsupportedModel(
+            f"Checkpoints of {type(lm).__name__} name or split weights in a way that shards do not follow yet, e.g. "
+            f"{sorted(theirs - ours)[:2]} for {sorted(ours - theirs)[:2]}. Update the engine from an exported folder."
+        )
+
+
+def _experts(shard: Shard) -> Iterator[Shard]:
+    """The weights of single experts from one tensor [experts, …]; any other shard unchanged."""
+    if not _is_fused(shard.name, shard.global_shape):
+        yield shard
+        return
+    prefix, _, kind = shard.name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    size = (shard.global_shape[1] // len(parts), shard.global_shape[2])
+    first, stop = shard.box[0]
+    for expert in range(first, stop):
+        for part, block in zip(parts, shard.tensor[expert - first].split(size[0]), strict=True):
+            yield Shard(f"{prefix}.{expert}.{part}.weight", size, shard.dtype, _whole(size), block)
+
+
+def _is_fused(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def _block(parameter: Tensor, *, rank: int, ranks: int) -> tuple[Box, Tensor]:
     if not isinstance(parameter, DTensor):
-        return _whole(parameter), parameter
+        return _whole(parameter.shape), parameter
     block = parameter.to_local()
     size = parameter.shape[0]
-    chunk = -(
-        -size // ranks
-    )  # FSDP2 cuts the first dimension as torch.chunk does: the last chunks may be short or empty
+    chunk = -(-size // ranks)  # FSDP2 cuts as torch.chunk does: the last chunks may be short or empty
     start, stop = min(rank * chunk, size), min((rank + 1) * chunk, size)
     assert block.shape[0] == stop - start, f"FSDP holds {block.shape[0]} rows of {size}, expected {start}:{stop}"
-    return ((start, stop), *_whole(parameter)[1:]), block
+    return ((start, stop), *_whole(parameter.shape[1:])), block
 
 
-def _whole(tensor: Tensor) -> Box:
-    return tuple((0, size) for size in tensor.shape)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
 
 
 def _name(dtype: torch.dtype) -> str:
