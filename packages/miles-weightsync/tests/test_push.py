@@ -115,6 +115,14 @@ def test_in_place_keeps_the_cache_of_running_requests_and_says_so(engine: FakeEn
     assert_serves(engine, 2)
 
 
+def test_a_flush_is_asked_again_while_retracted_requests_let_go(engine: FakeEngine) -> None:
+    engine.busy_flushes = 2
+    with Pusher([engine.url], config=PushConfig()) as pusher:
+        assert pusher.push(shards(weights(1)), version=1).engines[0].cache_flushed
+    assert engine.paths.count("/flush_cache") == 3
+    assert_serves(engine, 1)
+
+
 def num_requests_of_a_push() -> int:
     engine = FakeEngine()
     try:

@@ -83,6 +83,8 @@ class FakeEngine:
         """Index of the request that is answered with 500 and not carried out."""
         self.corrupt: str | None = None
         """Parameter whose next load is damaged."""
+        self.busy_flushes = 0
+        """How many flushes are still refused because retracted requests have not let go."""
         self.is_paused = self.has_session = self.is_running = False
         self.version = "default"
         self.resumed_mixed = False
@@ -155,7 +157,8 @@ class FakeEngine:
         return 200, {"status": "ok"}
 
     def do_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return (400, "Flush cache failed.\n") if self.is_running else (200, "Cache flushed.\n")
+        self.busy_flushes, busy = max(self.busy_flushes - 1, 0), self.busy_flushes
+        return (400, "Flush cache failed.\n") if self.is_running or busy else (200, "Cache flushed.\n")
 
     def do_begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.has_session:
