@@ -24,6 +24,9 @@ UNSOUND = {
 }
 """Tasks of reasoning-gym 0.1.25 that no policy should be trained on, with the reason."""
 
+SEED_STRIDE = 1_000_003
+"""Problem i of its seed s is problem i - 1 of its seed s + 1: neighbouring seeds would share nearly all problems."""
+
 INSTRUCTION = "Give only the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -55,7 +58,7 @@ def reasoning_gym(name: str, *, seed: int = 0, size: int = 500, **options: Any) 
 
 def reasoning_gym_score(prompt: Prompt, messages: Sequence[Message]) -> float:
     """What the task's own scorer gives for the last `<answer>` of the last message; 0 without one."""
-    found = _ANSWER.findall(answer_of(messages))
+    found = _ANSWER.findall(answer_of(prompt, messages))
     if not found:
         return 0.0
     task = prompt.task
@@ -82,6 +85,11 @@ class ReasoningGym(SingleTurn):
         seen = {_question(prompt) for prompt in train}
         other = reasoning_gym(name, seed=seed + 1, size=heldout_size, **settings)
         heldout = [prompt for prompt in other if _question(prompt) not in seen]
+        if not heldout:
+            raise EnvironmentSetupError(
+                f"All {heldout_size} held-out problems of {name!r} are among the {size} training ones: with these "
+                "options the task has too few. Take fewer for training, or options that make more of them."
+            )
         super().__init__(prompts={"train": train, "heldout": heldout}, reward=reasoning_gym_score)
 
 
@@ -95,6 +103,8 @@ def _dataset(settings: str) -> Any:
     gym = require("reasoning_gym", extra="reasoning-gym")
     wanted = json.loads(settings)
     try:
-        return gym.create_dataset(wanted["name"], seed=wanted["seed"], size=wanted["size"], **wanted["options"])
+        return gym.create_dataset(
+            wanted["name"], seed=wanted["seed"] * SEED_STRIDE, size=wanted["size"], **wanted["options"]
+        )
     except (ValueError, TypeError, AssertionError) as error:
         raise EnvironmentSetupError(f"reasoning-gym cannot make {wanted['name']!r}: {error}") from error

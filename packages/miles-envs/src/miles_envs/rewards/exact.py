@@ -14,4 +14,4 @@ def exact_match(prompt: Prompt, messages: Sequence[Message]) -> float:
     """1 if the last answer is the label, white space around both aside; a list of labels accepts any of them."""
     label = label_of(prompt)
     labels = cast("list[Any]", label) if isinstance(label, list) else [label]
-    return float(answer_of(messages).strip() in {str(one).strip() for one in labels})
+    return float(answer_of(prompt, messages).strip() in {str(one).strip() for one in labels})

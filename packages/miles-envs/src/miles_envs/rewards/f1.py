@@ -20,7 +20,7 @@ def token_f1(prompt: Prompt, messages: Sequence[Message]) -> float:
     """F1 of the words of the last answer and of the label; the best of them for a list of labels."""
     label = label_of(prompt)
     labels = cast("list[Any]", label) if isinstance(label, list) else [label]
-    answer = words(answer_of(messages))
+    answer = words(answer_of(prompt, messages))
     return max((f1(answer, words(str(one))) for one in labels), default=0.0)
 
 

@@ -17,6 +17,8 @@ import threading
 import traceback
 
 HEADER = struct.Struct(">Q")
+"""Length of the frame behind it."""
+BEGUN = b"begun"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,12 +34,16 @@ def main(descriptor: int, owner: int) -> None:
 
 
 def _load_and_run(connection: socket.socket, frame: bytes) -> bytes:
-    """Unpickle a call (which imports what it needs), say so, run it; the pickled outcome."""
+    """Unpickle a call (which imports what it needs), say that it begins, run it; the pickled outcome."""
+    begun = False
     try:
         function, arguments = pickle.loads(frame)
-        _send(connection, b"ready")
+        _send(connection, BEGUN)
+        begun = True
         return pickle.dumps(("value", function(*arguments)))
     except BaseException as error:  # the boundary to a user's code; SystemExit must not end the process either
+        if not begun:
+            _send(connection, BEGUN)
         return pickle.dumps(("error", _describe(error)))
 
 

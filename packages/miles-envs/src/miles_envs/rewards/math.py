@@ -25,7 +25,7 @@ _SINGLE = re.compile(r"\\[a-zA-Z]+|[^\s{}\\]")
 def math_equal(prompt: Prompt, messages: Sequence[Message]) -> float:
     """1 if what the last answer boxes equals the label, which may itself be boxed; without a whole box 0."""
     label = str(label_of(prompt))
-    answer = extract_boxed(answer_of(messages))
+    answer = extract_boxed(answer_of(prompt, messages))
     if answer is None:
         return 0.0
     boxed_label = extract_boxed(label)

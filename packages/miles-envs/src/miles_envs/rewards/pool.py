@@ -1,8 +1,8 @@
 """A fixed number of processes that run reward functions; one that hangs or crashes is killed and replaced.
 
-call ─▶ idle process ─▶ function, arguments ─▶ "ready" ─▶ outcome ─▶ process idle again
-                            │                      │
-                      start timeout             timeout, crash, cancellation: killed, a new one takes its place
+call ─▶ idle process ─▶ function, arguments ─▶ begun ─▶ outcome ─▶ process idle again
+                            │                    │
+                      start timeout           timeout, crash, cancellation: killed, a new one takes its place
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from miles_envs.errors import GraderCrash, GraderTimeout, VerifierError
 
-from .grader import HEADER
+from .grader import BEGUN, HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,8 @@ class RewardPool:
         process = await idle.get()
         answered = False
         try:
-            if process is not None and not process.is_alive:
-                await self._discard(process)  # killed from outside while it was idle
-                process = None
-            process = process or await self._start()
-            kind, value = await process.run(frame, what=what, timeout_s=limit, start_timeout_s=self._start_timeout_s)
+            process = await self._begin(process, frame, what)
+            kind, value = await process.outcome(what=what, timeout_s=limit)
             answered = True
         except (GraderTimeout, GraderCrash) as error:
             logger.warning("%s", error)
@@ -107,12 +104,27 @@ class RewardPool:
             idle.put_nowait(None)  # a place whose process starts when it is needed
         return idle
 
-    async def _start(self) -> _Process:
+    async def _begin(self, process: _Process | None, frame: bytes, what: str) -> _Process:
+        """The process that has begun with the call: the idle one, or a new one if that has died meanwhile."""
+        if process is not None:
+            if await process.accepts(frame, timeout_s=self._start_timeout_s):
+                return process
+            await self._discard(process)
         process = await _Process.start()
         self._processes.add(process)
-        return process
+        try:
+            if await process.accepts(frame, timeout_s=self._start_timeout_s):
+                return process
+            if process.is_alive:
+                raise GraderTimeout(f"The grader of {what} did not start within {self._start_timeout_s:g} s.")
+            raise GraderCrash(f"The process that should grade {what} died{await process.exit_reason()}.")
+        except BaseException:
+            await self._discard(process)
+            raise
 
     async def _discard(self, process: _Process) -> None:
+        if process not in self._processes:
+            return
         self.num_replaced += 1
         process.kill()
         await process.reaped()
@@ -148,26 +160,38 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    async def run(self, frame: bytes, *, what: str, timeout_s: float, start_timeout_s: float) -> tuple[str, Any]:
-        """("value", result) or ("error", text)."""
+    async def accepts(self, frame: bytes, *, timeout_s: float) -> bool:
+        """Send a call; whether the process has begun with it. False when it died or took longer than `timeout_s`."""
         try:
             self._writer.write(HEADER.pack(len(frame)) + frame)
-            first = await self._receive(start_timeout_s, f"The grader of {what} did not start within")
-            if first != b"ready":
-                return pickle.loads(first)
-            return pickle.loads(await self._receive(timeout_s, f"The reward of {what} took longer than"))
-        except (EOFError, OSError) as error:
-            raise GraderCrash(f"The process that graded {what} died{await self._exit_reason()}.") from error
+            async with asyncio.timeout(timeout_s):
+                return await self._receive() == BEGUN
+        except (EOFError, OSError):
+            return False
 
-    async def _receive(self, timeout_s: float, complaint: str) -> bytes:
+    async def outcome(self, *, what: str, timeout_s: float) -> tuple[str, Any]:
+        """("value", result) or ("error", text) of the call that was accepted.
+
+        Raises:
+            GraderTimeout: none within `timeout_s`.
+            GraderCrash: the process died.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-                return await self._reader.readexactly(size)
+                return pickle.loads(await self._receive())
         except TimeoutError as error:
-            raise GraderTimeout(f"{complaint} {timeout_s:g} s; its process was killed and replaced.") from error
+            raise GraderTimeout(
+                f"The reward of {what} took longer than {timeout_s:g} s; its process was killed and replaced."
+            ) from error
+        except (EOFError, OSError) as error:
+            raise GraderCrash(f"The process that graded {what} died{await self.exit_reason()}.") from error
 
-    async def _exit_reason(self) -> str:
+    async def _receive(self) -> bytes:
+        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return await self._reader.readexactly(size)
+
+    async def exit_reason(self) -> str:
+        """How the process ended, to append to a sentence."""
         self.kill()
         code = await self.reaped()
         if code is None:

@@ -131,9 +131,9 @@ def label_of(prompt: Prompt) -> Any:
     return label
 
 
-def answer_of(messages: Sequence[Message]) -> str:
-    """Text of the last assistant message; empty when there is none."""
-    for message in reversed(messages):
+def answer_of(prompt: Prompt, messages: Sequence[Message]) -> str:
+    """Text of the model's last message; empty when there is none. Solved examples in the prompt do not count."""
+    for message in reversed(messages[len(prompt.messages or ()) :]):
         if message["role"] == "assistant":
             return message.get("content") or ""
     return ""

@@ -65,7 +65,8 @@ class MultiTurn(ABC):
             prompts: source of each split: prompts, a function that returns them, or a file such as
                 `"data.jsonl@[0:900]"`.
             reward: `(prompt, messages)` to a number, or to a mapping with `reward` and further metrics; or its import
-                string. An `async` one is awaited, a plain one runs in a process of the pool.
+                string. An `async` one is awaited, a plain one runs in a process of the pool. The messages end with
+                the model's last one.
             max_turns: model turns of an episode.
             reward_timeout_s: longest time of one grading.
             pool: processes shared with other environments.
@@ -149,10 +150,17 @@ class MultiTurn(ABC):
         ctx = dialogue.ctx
         with contextlib.suppress(DeadlineReached):  # reached in time to be graded
             check(ctx)
-        score = await self._scorer.score(
-            dialogue.prompt, dialogue.messages, sample=f"episode {ctx.episode_id} of prompt {dialogue.prompt.id}"
-        )
+        sample = f"episode {ctx.episode_id} of prompt {dialogue.prompt.id}"
+        score = await self._scorer.score(dialogue.prompt, _until_last_answer(dialogue), sample=sample)
         return _result(dialogue, outcome, reward=score.reward, metrics=score.metrics)
+
+
+def _until_last_answer(dialogue: Dialogue) -> list[Message]:
+    """The conversation without what the model never answered: a tool's result must not pass for its answer."""
+    messages = list(dialogue.messages)
+    while len(messages) > len(dialogue.prompt.messages or ()) and messages[-1]["role"] != "assistant":
+        messages.pop()
+    return messages
 
 
 def _result(

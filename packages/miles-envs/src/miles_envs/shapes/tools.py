@@ -126,7 +126,10 @@ def _arguments_type(function: Callable[..., Any]) -> type[msgspec.Struct]:
     fields: list[Any] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise EnvironmentSetupError(f"Tool {name} takes `{parameter}`; arguments of a tool are given by name.")
+            raise EnvironmentSetupError(
+                f"Tool {name} takes `{parameter.name}` as {parameter.kind.description}; arguments of a tool are given "
+                "by name."
+            )
         if parameter.name not in hints:
             raise EnvironmentSetupError(f"Argument `{parameter.name}` of tool {name} needs a type hint, such as `int`.")
         default = () if parameter.default is parameter.empty else (parameter.default,)

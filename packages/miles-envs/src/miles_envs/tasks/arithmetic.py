@@ -79,7 +79,7 @@ class JsonSum(SingleTurn):
 
 async def json_answer_is_label(prompt: Prompt, messages: Sequence[Message]) -> Mapping[str, float]:
     """1 for exactly the JSON object asked for; `is_json` tells a wrong sum from a wrong form."""
-    form = re.fullmatch(r'\{"answer": ?(\d+)\}', answer_of(messages).strip())
+    form = re.fullmatch(r'\{"answer": ?(\d+)\}', answer_of(prompt, messages).strip())
     return {
         "reward": float(form is not None and int(form[1]) == prompt.task["label"]),
         "is_json": float(form is not None),

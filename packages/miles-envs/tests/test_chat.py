@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from miles_envs.chat import ChatClient, connection_pool
+from miles_envs.errors import ContextExceeded, InfraError
+from miles_tito.records import Policy, Sampling
+from scripted_model import calls, completion, refusal
+
+MESSAGES = [{"role": "user", "content": "?"}]
+
+
+async def ask(policy, **arguments):
+    async with ChatClient(policy) as chat:
+        return await chat.complete(MESSAGES, **arguments)
+
+
+async def test_a_request_says_who_asks_and_how_to_sample(scripted, policy):
+    model = scripted("4")
+    answer = await ask(policy, tools=[{"type": "function"}])
+    (request,) = model.requests
+    assert request["url"] == "http://session/v1/chat/completions"
+    assert request["authorization"] == "Bearer secret"
+    assert request["messages"] == MESSAGES
+    assert request["tools"] == [{"type": "function"}]
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 1.0, 24)
+    assert answer.text == "4"
+    assert answer.message == {"role": "assistant", "content": "4"}
+    assert not answer.is_truncated
+
+
+async def test_tool_calls_and_reasoning_go_back_into_the_conversation(scripted, policy):
+    scripted({**calls(("add", "{}")), "content": None, "reasoning_content": "hm", "refusal": None})
+    answer = await ask(policy)
+    assert answer.message["content"] == ""
+    assert answer.message["reasoning_content"] == "hm"
+    assert answer.tool_calls[0]["function"]["name"] == "add"
+    assert "refusal" not in answer.message
+
+
+async def test_a_turn_that_ran_out_of_tokens_says_so(scripted, policy):
+    scripted(completion("4 and", finish_reason="length"))
+    assert (await ask(policy)).is_truncated
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (httpx.ConnectError("refused"), "No answer from http://session/v1/chat/completions: ConnectError: refused"),
+        (httpx.ReadTimeout("slow"), "ReadTimeout"),
+        (refusal(503, "engine is paused"), "answered 503: engine is paused"),
+        (refusal(401, "No session"), "answered 401: No session"),
+        (httpx.Response(502, text="<html>bad gateway"), "answered 502: <html>bad gateway"),
+        (httpx.Response(500, json=["odd"]), "answered 500"),
+        (httpx.Response(200, text="not json"), "answered no chat completion: not json"),
+        (httpx.Response(200, json={"choices": []}), "answered no chat completion"),
+        (completion("4", finish_reason="abort"), "finish_reason 'abort': the answer is not whole"),
+    ],
+)
+async def test_whatever_the_policy_cannot_cause_is_infrastructure(scripted, policy, reply, message):
+    scripted(reply)
+    with pytest.raises(InfraError, match=message):
+        await ask(policy)
+
+
+async def test_the_status_of_a_refusal_is_kept(scripted, policy):
+    scripted(refusal(503, "paused"))
+    with pytest.raises(InfraError) as caught:
+        await ask(policy)
+    assert caught.value.status == 503
+
+
+async def test_a_conversation_longer_than_the_context_is_the_policys_limit(scripted, policy):
+    scripted(refusal(400, "maximum context length is 256 tokens", "context_length_exceeded"))
+    with pytest.raises(ContextExceeded, match="256 tokens"):
+        await ask(policy)
+
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer every request of a connection, each once 300 others are waiting too."""
+    while head := await reader.readuntil(b"\r\n\r\n"):
+        length = next(
+            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        )
+        await reader.readexactly(length)
+        await BARRIER.wait()
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}]})
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+
+
+BARRIER = asyncio.Barrier(300)
+
+
+async def test_hundreds_of_episodes_share_one_pool_without_waiting_for_one_another():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=512)
+    port = server.sockets[0].getsockname()[1]
+    policy = Policy(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", model="m", sampling=Sampling())
+    async with connection_pool() as pool, asyncio.timeout(60):
+        clients = [ChatClient(policy, pool=pool) for _ in range(300)]
+        answers = await asyncio.gather(*(client.complete(MESSAGES) for client in clients))
+        await asyncio.gather(*(client.aclose() for client in clients))
+        assert not pool.is_closed
+    assert [answer.text for answer in answers] == ["4"] * 300
+    server.close()
