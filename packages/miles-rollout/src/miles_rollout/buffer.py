@@ -206,8 +206,8 @@ class GroupBuffer:
             if not self._open[group_id].is_taken:
                 raise BufferStateError(f"Group {group_id!r} cannot be released: it was not taken.")
         for group_id in ids:
-            self._book.advance(group_id, Fate.TRAINED, reason="", version=self._version)
             del self._open[group_id]
+            self._book.advance(group_id, Fate.TRAINED, reason="", version=self._version)
         self._notify()
 
     # ---- both
@@ -218,9 +218,15 @@ class GroupBuffer:
             return
         self._closed = error or BufferClosedError("The buffer is closed; the run has ended.")
         reason = "run ended" if error is None else f"{type(error).__name__}: {first_line(str(error))}"
+        refused: Exception | None = None
         for group in list(self._open.values()):
-            self._discard(group, Fate.ABORTED, reason)
+            try:
+                self._discard(group, Fate.ABORTED, reason)
+            except Exception as problem:  # an observer that fails keeps no group from its fate and nobody asleep
+                refused = refused or problem
         self._notify()
+        if refused is not None and error is None:
+            raise refused
 
     @property
     def version(self) -> int:
@@ -364,9 +370,9 @@ class GroupBuffer:
         return max((self._version - version for version in fresh if version is not None), default=0)
 
     def _discard(self, group: _Open, fate: Fate, reason: str) -> None:
-        self._book.advance(group.id, fate, reason=reason, version=self._version)
         del self._open[group.id]
         self._meter.discarded[reason if fate is not Fate.ABORTED else "aborted"] += 1
+        self._book.advance(group.id, fate, reason=reason, version=self._version)
 
     @contextmanager
     def _closing_on_error(self) -> Generator[None]:

@@ -97,17 +97,20 @@ class FateBook:
             raise BufferStateError(
                 f"Group {group_id!r} was already issued and is {self._fates[group_id]}; every issue needs a new id."
             )
-        self._issued += 1
+        self._tell(group_id, prompt_id, Fate.IN_FLIGHT, reason="", version=version, retry_of=retry_of)
+        self._issued += 1  # only now: what the observer refuses is not issued
         self._prompt_ids[group_id] = prompt_id
-        self._record(group_id, Fate.IN_FLIGHT, reason="", version=version, retry_of=retry_of)
+        self._fates[group_id] = Fate.IN_FLIGHT
 
     def advance(self, group_id: str, fate: Fate, *, reason: str, version: int) -> None:
-        """Give an open group its next fate; a final fate is never replaced."""
+        """Give an open group its next fate; a final fate is never replaced. It holds even if the observer raises."""
         self.require_open(group_id, wanted=fate)
-        self._record(group_id, fate, reason=reason, version=version)
+        prompt_id = self._prompt_ids[group_id]
+        self._fates[group_id] = fate
         if fate.is_final:
             self._final[fate] += 1
             del self._prompt_ids[group_id]
+        self._tell(group_id, prompt_id, fate, reason=reason, version=version)
 
     def require_open(self, group_id: str, *, wanted: Fate) -> None:
         """Raise unless the group is known and has no final fate yet."""
@@ -139,13 +142,14 @@ class FateBook:
             twice=self._twice,
         )
 
-    def _record(self, group_id: str, fate: Fate, *, reason: str, version: int, retry_of: str | None = None) -> None:
-        self._fates[group_id] = fate
+    def _tell(
+        self, group_id: str, prompt_id: str, fate: Fate, *, reason: str, version: int, retry_of: str | None = None
+    ) -> None:
         if self._observer is not None:
             self._observer(
                 FateEvent(
                     group_id=group_id,
-                    prompt_id=self._prompt_ids[group_id],
+                    prompt_id=prompt_id,
                     fate=fate,
                     reason=reason,
                     version=version,
