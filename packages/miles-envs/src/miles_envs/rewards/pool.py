@@ -153,7 +153,7 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the owner, and the whole group can be killed
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(process, reader, writer)
 
     @property
