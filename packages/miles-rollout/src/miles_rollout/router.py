@@ -103,8 +103,7 @@ class Router:
         command += ["--request-timeout-secs", str(round(self.request_timeout_s))]
         self._process = OwnedProcess(command, log_path=self.log_path)
         self._wait_listening(timeout_s)
-        for url in urls:
-            self.add_worker(url)
+        self.add_worker(*urls)
         return self.url
 
     def poll(self) -> int | None:
@@ -122,21 +121,25 @@ class Router:
         """The engines by url, and whether each gets traffic."""
         return {worker["url"]: bool(worker["is_healthy"]) for worker in self._workers()}
 
-    def add_worker(self, url: str, *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
-        """Route to an engine from now on; returns when it gets traffic. Adding one that is there changes nothing.
+    def add_worker(self, *urls: str, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
+        """Route to engines from now on; returns when they get traffic. Adding one that is there changes nothing.
+
+        smg probes /health first, which a paused engine does not pass: resume it before.
 
         Raises:
-            EngineError: when smg refuses it, or cannot reach it within `timeout_s`.
+            EngineError: when smg refuses one, or cannot reach it within `timeout_s`.
         """
-        url = url.rstrip("/")
+        missing = {url.rstrip("/") for url in urls}
+        asked: set[str] = set()
         deadline = time.monotonic() + timeout_s
-        asked = False
-        while not self.workers().get(url):
-            if not asked:
+        while missing := {url for url in missing if not self.workers().get(url)}:
+            for url in missing - asked:
                 # 409 for a while after a removal: smg lets go of an engine in the background.
                 answer = self._call("POST", "/workers", json={"url": url}, allowed=(HTTPStatus.CONFLICT,))
-                asked = answer.status_code != HTTPStatus.CONFLICT
-            self._pause_until(deadline, f"{url} did not become a worker of the router in {timeout_s:.0f} s")
+                if answer.status_code != HTTPStatus.CONFLICT:
+                    asked.add(url)
+            names = ", ".join(sorted(missing))
+            self._pause_until(deadline, f"{names} did not become a worker of the router in {timeout_s:.0f} s")
 
     def remove_worker(self, url: str, *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
         """Route nothing to an engine from now on; requests in flight go on. Its sessions move to the others."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from miles_rollout.engines import EngineConfig, EngineConfigError, resolve_device
-from miles_rollout.engines.command import server_command, server_environment
+from miles_rollout.engines.command import core_groups, server_command, server_environment
 from miles_rollout.engines.config import RESERVED, to_arguments
 
 
@@ -95,6 +95,20 @@ def test_cores_are_shared_by_the_servers_of_a_machine(monkeypatch: pytest.Monkey
         server_environment(EngineConfig(device="cpu", env={"OMP_NUM_THREADS": "9"}), model_path="m")["OMP_NUM_THREADS"]
         == "9"
     )
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "groups"),
+    [([0, 1, 2, 3], 2, "0,1|2,3"), ([0, 1], 2, "0|1"), ([4, 5, 6], 2, "4|5,6"), ([0, 1], 4, "0|0|1|1")],
+)
+def test_every_rank_of_a_cpu_server_has_cores(cores: list[int], ranks: int, groups: str):
+    assert core_groups(cores, ranks) == groups
+
+
+def test_a_server_of_several_ranks_is_told_their_cores():
+    environment = server_environment(EngineConfig(device="cpu", tp=2), model_path="m")
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in server_environment(EngineConfig(device="cpu"), model_path="m")
 
 
 def test_a_hidden_gpu_is_no_gpu():

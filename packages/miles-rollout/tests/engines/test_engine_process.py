@@ -142,3 +142,34 @@ def test_a_port_belongs_to_the_process_that_listens_on_it(start: Callable[..., O
     other = start("import time; time.sleep(600)")
     assert listener.listens_on(port)
     assert not other.listens_on(port)
+
+
+def test_shared_memory_of_a_crashed_command_is_removed(tmp_path: Path):
+    prefix = f"miles_test_{os.getpid()}_"
+    path = Path("/dev/shm", f"{prefix}loads")
+    other = Path("/dev/shm", f"other_{prefix}")
+    source = f"""
+    import mmap, sys
+    kept = []
+    for path in ({str(path)!r}, {str(other)!r}):
+        with open(path, "w+b") as file:
+            file.write(bytes(4096))
+            file.flush()
+            kept.append(mmap.mmap(file.fileno(), 4096))
+    print("mapped", flush=True)
+    sys.stdin = open({str(tmp_path / "go")!r})   # a pipe: waits until the test opens it
+    sys.exit(5)
+    """
+    os.mkfifo(tmp_path / "go")
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    process = OwnedProcess(command, log_path=tmp_path / "it.log", shm_prefix=prefix)
+    try:
+        eventually(lambda: "mapped" in process.log_tail())
+        assert process.wait(2.5) is None  # the guard looks every second
+        with (tmp_path / "go").open("w"):
+            assert process.wait(20) == 5
+        assert not path.exists()
+        assert other.exists()
+    finally:
+        process.stop(grace_s=0)
+        other.unlink()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from miles_rollout.engines.config import EngineConfig, OptionValue, to_arguments
@@ -57,4 +58,16 @@ def server_environment(config: EngineConfig, *, model_path: str | Path) -> dict[
         threads = config.threads or max(1, (os.cpu_count() or 1) // config.count)
         # OpenBLAS starts its threads when numpy is imported, and the launcher forks only while it has a single one.
         env |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if (ranks := config.tp * config.dp) > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = core_groups(sorted(os.sched_getaffinity(0)), ranks)
     return {**env, **config.env}
+
+
+def core_groups(cores: Sequence[int], ranks: int) -> str:
+    """Cores for each rank, as SGLang reads them: `0,1|2,3`. With fewer cores than ranks, ranks share.
+
+    Without this SGLang refuses more ranks than the machine has NUMA nodes.
+    """
+    starts = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    groups = [cores[start : max(end, start + 1)] for start, end in pairwise(starts)]
+    return "|".join(",".join(map(str, group)) for group in groups)

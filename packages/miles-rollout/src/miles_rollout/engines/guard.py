@@ -59,7 +59,10 @@ def main(scratch: str, shm_prefix: str, command: list[str]) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], shm: str) -> int:
-    """Wait until the command exits by itself or the owner lets go of the pipe; note shared memory before the end."""
+    """Wait until the command exits by itself or the owner lets go of the pipe.
+
+    Shared memory is noted as soon as there is any, for a command that crashes, and again before the end.
+    """
     exited = os.pidfd_open(child.pid)
     pipe = sys.stdin.fileno()
     while True:
@@ -69,7 +72,7 @@ def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], shm: str
         orders = os.read(pipe, 1) if pipe in readable else None
         # A process that the owner forked without exec holds a copy of the pipe and keeps it open, hence getppid.
         gone = orders == b"" or os.getppid() != owner
-        if orders or gone:
+        if orders or gone or not shared:
             shared.update(path for pid in _session_members() for path in _mapped(pid) if path.startswith(shm))
         if gone:
             child.kill()
