@@ -80,7 +80,7 @@ def test_a_failed_episode_is_counted_as_failed_and_never_scored_0() -> None:
 def test_an_evaluation_without_any_score_has_no_mean() -> None:
     empty = result((), (), failed=4)
     assert (empty.mean, empty.stderr, empty.pass_at(1)) == (None, None, None)
-    assert "eval/mean" not in empty.metrics()
+    assert "eval/score" not in empty.metrics()
     assert empty.summary().startswith("eval: no score on 2 prompts")
 
 

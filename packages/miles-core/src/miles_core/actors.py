@@ -104,9 +104,13 @@ class SessionActor:
 
     _server: SessionServer | None = None
 
-    async def start(self, engine_url: str, *, tokenizer: Path, family: str, model: str, max_context: int) -> str:
-        self._server = SessionServer(tokenizer=tokenizer, family=family, model=model, max_context=max_context)
-        return await self._server.start(engine_url)
+    async def start(
+        self, engine_url: str, *, tokenizer: Path, family: str, model: str, max_context: int, api_key: str
+    ) -> str:
+        self._server = SessionServer(
+            engine_url, tokenizer=tokenizer, family=family, model=model, max_context=max_context, api_key=api_key
+        )
+        return await self._server.start()
 
     async def counters(self) -> Counters:
         assert self._server is not None, "start() comes first"
@@ -144,8 +148,8 @@ class WorkerActor:
             store=ray.put,
         )
 
-    async def connect(self, sessions: Sequence[str]) -> None:
-        self._opened().connect(sessions)
+    async def connect(self, sessions: Sequence[str], api_key: str) -> None:
+        self._opened().connect(sessions, api_key=api_key)
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         return self._opened().prompts(split, limit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,8 @@ async def cluster(config: RayConfig) -> AsyncIterator[None]:
     """Ray for the duration of a run: started here, or joined at `config.address`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's default of 15 would also slow the engines, whose processes are children of an actor.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"log_to_driver": config.log_to_driver, "logging_level": logging.ERROR}
     if config.address is None:
         # The dashboard costs seconds to start and nothing here reads it.
@@ -198,6 +201,8 @@ class SessionServers:
     def __init__(self, count: int) -> None:
         self._actors = [spawn(actors.SessionActor, concurrency=8)() for _ in range(count)]
         self.urls: list[str] = []
+        self.api_key = secrets.token_urlsafe()
+        """Opens sessions; other users of the machine do not have it."""
 
     async def start(self, engine_url: str, *, tokenizer: Path, family: str, max_context: int) -> None:
         """Serve in front of `engine_url`.
@@ -207,7 +212,12 @@ class SessionServers:
         """
         starts = (
             actor.start.remote(
-                engine_url, tokenizer=tokenizer, family=family, model=tokenizer.name, max_context=max_context
+                engine_url,
+                tokenizer=tokenizer,
+                family=family,
+                model=tokenizer.name,
+                max_context=max_context,
+                api_key=self.api_key,
             )
             for actor in self._actors
         )
@@ -255,8 +265,8 @@ class Workers:
             )
         )
 
-    async def connect(self, sessions: Sequence[str]) -> None:
-        await asyncio.gather(*(actor.connect.remote(list(sessions)) for actor in self._actors))
+    async def connect(self, sessions: SessionServers) -> None:
+        await asyncio.gather(*(actor.connect.remote(sessions.urls, sessions.api_key) for actor in self._actors))
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         return await self._actors[0].prompts.remote(split, limit)

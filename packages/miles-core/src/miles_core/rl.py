@@ -111,7 +111,7 @@ class RLRun:
             family=self._config.model.family,
             max_context=context_limit(self._config.model, self._model),
         )
-        await workers.connect(sessions.urls)
+        await workers.connect(sessions)
 
     async def _train(self, trainers: Trainers, fleet: Fleet, sessions: SessionServers, workers: Workers) -> None:
         """Push version 0, then the loop, with evaluations before, during and after it."""

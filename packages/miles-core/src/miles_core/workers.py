@@ -81,9 +81,9 @@ class RolloutWorker:
         self._sessions: SessionClient | None = None
         self._worker: Worker | None = None
 
-    def connect(self, sessions: Sequence[str]) -> None:
-        """Name the session servers that episodes talk to."""
-        self._sessions = SessionClient(sessions)
+    def connect(self, sessions: Sequence[str], *, api_key: str) -> None:
+        """Name the session servers that episodes talk to, and the key that opens sessions there."""
+        self._sessions = SessionClient(sessions, api_key=api_key)
         self._worker = Worker.from_config(
             self._config, env=self._env, sessions=self._sessions, run_id=self._run_id, num_workers=self._num_workers
         )

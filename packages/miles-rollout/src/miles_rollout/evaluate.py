@@ -88,7 +88,7 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """As metrics; a score that does not exist is absent rather than 0."""
         numbers: dict[str, float | None] = {
-            "mean": self.mean,
+            "score": self.mean,
             "stderr": self.stderr,
             "episodes": float(self.num_episodes),
             "failed": float(self.num_failed),
