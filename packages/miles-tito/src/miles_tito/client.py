@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from .errors import MissingDependency, SessionError
+from .errors import SessionError
+from .http import Http
 from .records import Policy, Sampling, Trajectory
 from .wire import decode_many
 
@@ -19,21 +20,13 @@ class SessionClient:
 
     def __init__(self, base_urls: Sequence[str], *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         """`api_key` is the servers' own; without it only sessions opened by this client can be read and closed."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingDependency("pip install 'miles-tito[server]'") from error
         if not base_urls:
             raise SessionError("A SessionClient needs the URL of at least one session server, got none.")
         self._urls = [url.rstrip("/") for url in base_urls]
         self._api_key = api_key
         self._keys: dict[str, str] = {}
-        self._error = httpx.TransportError
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=256),
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=False,  # a proxy between two processes of one run is never meant
-        )
+        # The servers keep an idle connection for 300 s.
+        self._http = Http(silence_s=timeout_s, max_connections=256, keepalive_s=240.0)
 
     async def open(
         self,
@@ -109,11 +102,11 @@ class SessionClient:
     async def _call(self, method: str, url: str, key: str | None, *, content: bytes | None = None) -> bytes:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            response = await self._http.request(method, url, content=content, headers=headers)
-        except self._error as error:
+            async with self._http.request(method, url, data=content, headers=headers) as response:
+                answer: bytes = await response.read()
+        except self._http.error as error:
             raise SessionError(f"{method} {url} got no answer: {type(error).__name__} {error}") from error
-        if response.status_code >= 400:
-            raise SessionError(
-                f"{method} {url} answered {response.status_code}: {response.text[:500]}", status=response.status_code
-            )
-        return response.content
+        if response.status >= 400:
+            text = answer[:500].decode(errors="replace")
+            raise SessionError(f"{method} {url} answered {response.status}: {text}", status=response.status)
+        return answer

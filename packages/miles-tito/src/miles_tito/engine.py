@@ -10,8 +10,9 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from .errors import EngineError, MissingDependency
+from .errors import EngineError
 from .generation import Engine, GenerateRequest, Generation, one_version
+from .http import Http
 from .records import UNKNOWN_VERSION, FinishReason, VersionSpan
 
 __all__ = ["Engine", "GenerateRequest", "Generation", "SGLangEngine"]
@@ -26,31 +27,25 @@ class SGLangEngine:
         self, url: str, *, api_key: str | None = None, max_connections: int = 1024, timeout_s: float = 900.0
     ) -> None:
         """`timeout_s` bounds the silence on one call, a pause for a weight update included."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise MissingDependency("pip install 'miles-tito[server]'") from error
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._transport_error = httpx.TransportError
-        self._timeout_error = httpx.ReadTimeout
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
+        self._http = Http(
+            silence_s=timeout_s,
+            max_connections=max_connections,
+            keepalive_s=4.0,  # SGLang closes an idle connection after 5 s
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            trust_env=False,  # a proxy between two processes of one run is never meant
         )
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One call, whole; see `miles_tito.generation.Engine`."""
         with self._errors(request):
-            response = await self._http.post(
-                "/generate", content=_body(request, stream=False), headers=_headers(request)
-            )
-            self._check_status(response.status_code, response.content, request)
-        return _Progress(request).advance(_json(response.content, request))
+            async with self._http.request(
+                "POST", f"{self.url}/generate", data=_body(request, stream=False), headers=_headers(request)
+            ) as response:
+                content: bytes = await response.read()
+        self._check_status(response.status, content, request)
+        return _Progress(request).advance(_json(content, request))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
         """One call in pieces; see `miles_tito.generation.Engine`."""
@@ -58,15 +53,13 @@ class SGLangEngine:
         ended = False
         try:
             with self._errors(request):
-                async with self._http.stream(
-                    "POST", "/generate", content=_body(request, stream=True), headers=_headers(request)
+                async with self._http.request(
+                    "POST", f"{self.url}/generate", data=_body(request, stream=True), headers=_headers(request)
                 ) as response:
-                    if response.status_code != 200:
-                        self._check_status(response.status_code, await response.aread(), request)
-                    async for line in response.aiter_lines():
-                        if not line.startswith("data:") or line == "data: [DONE]":
-                            continue
-                        piece = progress.advance(_json(line[5:].encode(), request))
+                    if response.status != 200:
+                        self._check_status(response.status, await response.read(), request)
+                    async for data in _events(response.content):
+                        piece = progress.advance(_json(data, request))
                         ended = piece.finish_reason is not None
                         yield piece
                         if ended:
@@ -83,8 +76,10 @@ class SGLangEngine:
     async def abort(self, rid: str) -> None:
         """End the call `rid` if it runs."""
         # The closed connection ends the call as well, and a router may not pass this on: best effort.
-        with contextlib.suppress(self._transport_error):
-            await self._http.post("/abort_request", json={"rid": rid}, timeout=_ABORT_TIMEOUT_S)
+        limit = self._http.timeout(_ABORT_TIMEOUT_S)
+        with contextlib.suppress(*self._http.error):
+            async with self._http.request("POST", f"{self.url}/abort_request", json={"rid": rid}, timeout=limit):
+                pass
 
     async def aclose(self) -> None:
         """Wait for aborts under way, then close all connections."""
@@ -104,13 +99,13 @@ class SGLangEngine:
         except asyncio.CancelledError:
             self._abort_soon(request.rid)
             raise
-        except self._timeout_error as error:
+        except self._http.timeout_error as error:
             self._abort_soon(request.rid)
             raise EngineError(
                 f"{self.url} was silent for {self._timeout_s:g} s on {request.rid} "
                 f"({len(request.input_ids)} tokens in)."
             ) from error
-        except self._transport_error as error:
+        except self._http.error as error:
             raise EngineError(
                 f"{self.url} did not answer {request.rid}: {type(error).__name__} {error}", retryable=True
             ) from error
@@ -127,6 +122,19 @@ class SGLangEngine:
             status=status,
             retryable=retryable,
         )
+
+
+async def _events(content: Any) -> AsyncGenerator[bytes, None]:
+    """The data of server-sent events, one a line; lines may be far longer than a reader's own limit."""
+    buffer = bytearray()
+    async for chunk in content.iter_any():
+        buffer += chunk
+        *lines, rest = buffer.split(b"\n")
+        buffer = bytearray(rest)
+        for line in lines:
+            data = line.strip().removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield bytes(data)
 
 
 class _Progress:
