@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import settings
 from miles_tito.records import Policy, Sampling
@@ -17,13 +16,13 @@ settings.load_profile("miles-envs")
 @pytest.fixture
 def scripted(monkeypatch):
     """`scripted(*replies)`: every environment and client made afterwards talks to that model."""
-    from scripted_model import ScriptedModel
+    from scripted_model import ScriptedModel, ScriptedPool
 
     def install(*replies):
         model = ScriptedModel(list(replies))
 
-        def pool(**_) -> httpx.AsyncClient:
-            return httpx.AsyncClient(transport=httpx.MockTransport(model))
+        def pool(**_) -> ScriptedPool:
+            return ScriptedPool(model)
 
         monkeypatch.setattr("miles_envs.chat.connection_pool", pool)
         monkeypatch.setattr("miles_envs.shapes.multi_turn.connection_pool", pool)

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import inspect
-import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from json import dumps, loads
 
-import httpx
 from miles_tito.records import Ctx, Prompt
 
-Reply = str | dict | Exception | httpx.Response
+
+@dataclass(frozen=True)
+class Answer:
+    """One HTTP answer."""
+
+    status: int
+    body: bytes
+
+    async def read(self) -> bytes:
+        return self.body
+
+
+def answer(status: int, *, json: object = None, text: str = "") -> Answer:
+    return Answer(status, dumps(json).encode() if json is not None else text.encode())
+
+
+Reply = str | dict | Exception | Answer
 
 
 class ScriptedModel:
-    """Answers the n-th request with the n-th reply: text, a message, an error to raise, or a whole response."""
+    """Answers the n-th request with the n-th reply: text, a message, an error to raise, or a whole answer."""
 
     def __init__(self, replies: list[Reply | Callable[[dict], Reply]]) -> None:
         self.replies = list(replies)
         self.requests: list[dict] = []
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        self.requests.append({"url": str(request.url), "authorization": request.headers.get("authorization"), **body})
+    async def __call__(self, url: str, body: dict, headers: dict[str, str]) -> Answer:
+        self.requests.append({"url": url, "authorization": headers.get("Authorization"), **body})
         reply = self.replies[len(self.requests) - 1]
         if callable(reply):
             reply = reply(body)
@@ -30,17 +46,32 @@ class ScriptedModel:
             reply = await reply
         if isinstance(reply, Exception):
             raise reply
-        return reply if isinstance(reply, httpx.Response) else completion(reply)
+        return reply if isinstance(reply, Answer) else completion(reply)
 
 
-def completion(reply: str | dict, *, finish_reason: str | None = None) -> httpx.Response:
+class ScriptedPool:
+    """Stands where a pool of connections does."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        self.model = model
+        self.closed = False
+
+    @asynccontextmanager
+    async def post(self, url: str, *, json: dict, headers: dict[str, str]) -> AsyncIterator[Answer]:
+        yield await self.model(url, loads(dumps(json)), headers)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def completion(reply: str | dict, *, finish_reason: str | None = None) -> Answer:
     message = {"role": "assistant", "content": reply} if isinstance(reply, str) else {"role": "assistant", **reply}
     finish = finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
-    return httpx.Response(200, json={"choices": [{"index": 0, "message": message, "finish_reason": finish}]})
+    return answer(200, json={"choices": [{"index": 0, "message": message, "finish_reason": finish}]})
 
 
-def refusal(status: int, message: str, code: str | None = None) -> httpx.Response:
-    return httpx.Response(status, json={"error": {"message": message, "code": code}})
+def refusal(status: int, message: str, code: str | None = None) -> Answer:
+    return answer(status, json={"error": {"message": message, "code": code}})
 
 
 def calls(*named: tuple[str, str]) -> dict:

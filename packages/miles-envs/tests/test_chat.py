@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
+import aiohttp
 import pytest
 from miles_envs.chat import ChatClient, connection_pool
 from miles_envs.errors import ContextExceeded, InfraError
 from miles_tito.records import Policy, Sampling
-from scripted_model import calls, completion, refusal
+from scripted_model import answer, calls, completion, refusal
 
 MESSAGES = [{"role": "user", "content": "?"}]
 
@@ -49,14 +49,17 @@ async def test_a_turn_that_ran_out_of_tokens_says_so(scripted, policy):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (httpx.ConnectError("refused"), "No answer from http://session/v1/chat/completions: ConnectError: refused"),
-        (httpx.ReadTimeout("slow"), "ReadTimeout"),
+        (
+            aiohttp.ClientConnectionError("refused"),
+            "No answer from http://session/v1/chat/completions: ClientConnectionError: refused",
+        ),
+        (aiohttp.SocketTimeoutError("slow"), "SocketTimeoutError"),
         (refusal(503, "engine is paused"), "answered 503: engine is paused"),
         (refusal(401, "No session"), "answered 401: No session"),
-        (httpx.Response(502, text="<html>bad gateway"), "answered 502: <html>bad gateway"),
-        (httpx.Response(500, json=["odd"]), "answered 500"),
-        (httpx.Response(200, text="not json"), "answered no chat completion: not json"),
-        (httpx.Response(200, json={"choices": []}), "answered no chat completion"),
+        (answer(502, text="<html>bad gateway"), "answered 502: <html>bad gateway"),
+        (answer(500, json=["odd"]), "answered 500"),
+        (answer(200, text="not json"), "answered no chat completion: not json"),
+        (answer(200, json={"choices": []}), "answered no chat completion"),
         (completion("4", finish_reason="abort"), "finish_reason 'abort': the answer is not whole"),
     ],
 )
@@ -102,6 +105,6 @@ async def test_hundreds_of_episodes_share_one_pool_without_waiting_for_one_anoth
         clients = [ChatClient(policy, pool=pool) for _ in range(300)]
         answers = await asyncio.gather(*(client.complete(MESSAGES) for client in clients))
         await asyncio.gather(*(client.aclose() for client in clients))
-        assert not pool.is_closed
+        assert not pool.closed
     assert [answer.text for answer in answers] == ["4"] * 300
     server.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
-import httpx
+import aiohttp
 from miles_tito.records import Message, Policy
 
 from .errors import ContextExceeded, InfraError
@@ -39,16 +40,16 @@ class Completion:
         return self.finish_reason == "length"
 
 
-def connection_pool(*, timeout_s: float = 600.0) -> httpx.AsyncClient:
-    """Connections for any number of chat clients on one event loop; close it with `aclose`.
+def connection_pool(*, timeout_s: float = 600.0) -> aiohttp.ClientSession:
+    """Connections for any number of chat clients on the running event loop; close it with `close`.
 
     Args:
         timeout_s: longest silence of the server. A busy engine answers late, so it is long; an episode's deadline is
             what ends a slow turn.
     """
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0),
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout_s),
         trust_env=False,  # sessions are local; a proxy from the environment would swallow them
     )
 
@@ -62,7 +63,7 @@ class ChatClient:
     ```
     """
 
-    def __init__(self, policy: Policy, *, pool: httpx.AsyncClient | None = None) -> None:
+    def __init__(self, policy: Policy, *, pool: aiohttp.ClientSession | None = None) -> None:
         """
         Args:
             pool: connections shared with other clients, from `connection_pool`; without one the client has its own.
@@ -90,19 +91,20 @@ class ChatClient:
             body["tools"] = list(tools)
         url = f"{self._policy.base_url.rstrip('/')}/chat/completions"
         try:
-            response = await self._pool.post(
+            async with self._pool.post(
                 url, json=body, headers={"Authorization": f"Bearer {self._policy.api_key}"}
-            )
-        except httpx.HTTPError as error:
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise InfraError(f"No answer from {url}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise _refusal(response, url)
-        return _read(response, url)
+        if response.status != 200:
+            raise _refusal(response.status, content, url)
+        return _read(content, url)
 
     async def aclose(self) -> None:
         """Close the connections that are the client's own."""
         if self._owns_pool:
-            await self._pool.aclose()
+            await self._pool.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,28 +115,32 @@ class ChatClient:
         await self.aclose()
 
 
-def _refusal(response: httpx.Response, url: str) -> InfraError | ContextExceeded:
+def _refusal(status: int, content: bytes, url: str) -> InfraError | ContextExceeded:
     """The error that an answer other than 200 means."""
-    message, code = response.text[:300], None
+    message, code = _excerpt(content), None
     try:
-        problem = response.json()["error"]
+        problem = json.loads(content)["error"]
         message, code = str(problem["message"]), problem.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
         pass  # not OpenAI's shape: the text itself is the message
     if code in CONTEXT_CODES:
         return ContextExceeded(message)
-    return InfraError(f"{url} answered {response.status_code}: {message}", status=response.status_code)
+    return InfraError(f"{url} answered {status}: {message}", status=status)
 
 
-def _read(response: httpx.Response, url: str) -> Completion:
+def _excerpt(content: bytes) -> str:
+    return content[:300].decode(errors="replace")
+
+
+def _read(content: bytes, url: str) -> Completion:
     try:
-        body = response.json()
+        body = json.loads(content)
         choice = body["choices"][0]
         message = cast("Message", choice["message"])
         finish = str(choice["finish_reason"])
         role = message["role"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise InfraError(f"{url} answered no chat completion: {response.text[:300]}", status=200) from error
+        raise InfraError(f"{url} answered no chat completion: {_excerpt(content)}", status=200) from error
     if finish not in ("stop", "tool_calls", "length"):
         raise InfraError(f"{url} ended the turn with finish_reason {finish!r}: the answer is not whole.", status=200)
     kept = {key: message[key] for key in ("content", "tool_calls", "reasoning_content") if message.get(key)}

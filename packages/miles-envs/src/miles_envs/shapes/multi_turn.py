@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 from miles_tito.records import Ctx, EpisodeResult, Message, Outcome, Policy, Prompt
 
 from miles_envs.chat import ChatClient, connection_pool
@@ -80,7 +80,7 @@ class MultiTurn(ABC):
         self._prompts = prompts
         self._max_turns = max_turns
         self._scorer = Scorer(reward, pool=pool, timeout_s=reward_timeout_s)
-        self._connections: httpx.AsyncClient | None = None
+        self._connections: aiohttp.ClientSession | None = None
 
     @abstractmethod
     async def reply(self, dialogue: Dialogue) -> Sequence[Message]:
@@ -125,7 +125,7 @@ class MultiTurn(ABC):
         """Close connections and grader processes."""
         connections, self._connections = self._connections, None
         if connections is not None:
-            await connections.aclose()
+            await connections.close()
         await self._scorer.aclose()
 
     async def _converse(self, dialogue: Dialogue, chat: ChatClient) -> Outcome:
