@@ -31,7 +31,7 @@ NOT_IMPORTED = {
 @cache
 def distributions() -> dict[str, set[str]]:
     siblings = {f"miles_{name}": {f"miles-{name}"} for name in PACKAGES}
-    return {m: {canonicalize_name(d) for d in found} for m, found in packages_distributions().items()} | siblings
+    return {m: {str(canonicalize_name(d)) for d in found} for m, found in packages_distributions().items()} | siblings
 
 
 def imported_modules(package: str) -> Iterator[str]:
