@@ -238,6 +238,12 @@ def test_an_address_where_nothing_listens_is_an_error():
         AttachedServer("http://127.0.0.1:1", start_timeout_s=0.2).wait_ready()
 
 
+def test_the_wait_for_an_external_server_can_be_stopped():
+    server = AttachedServer("http://127.0.0.1:1")
+    with pytest.raises(EngineStartError, match="was stopped"):
+        server.wait_ready(lambda progress: server.stop())
+
+
 def test_a_refused_key_is_an_error_with_the_answer(fake_engine: Callable[[], Any]):
     external = fake_engine()
     external.answers["/server_info"] = (401, {"error": "Unauthorized"})

@@ -35,12 +35,14 @@ class AttachedServer:
         """Block until the server answers, and check which SGLang it is.
 
         Raises:
-            EngineStartError: when nothing answers for `start_timeout_s`.
+            EngineStartError: when nothing answers for `start_timeout_s`, or `stop` is called meanwhile.
             EngineVersionError: with its version and the supported ones.
         """
         began = time.monotonic()
         while (problem := self._problem()) is not None:
             seconds = time.monotonic() - began
+            if self._stopped:
+                raise EngineStartError(f"The wait for {self.url} was stopped after {seconds:.0f} s.")
             if seconds > self.start_timeout_s:
                 raise EngineStartError(
                     f"No SGLang server answers at {self.url} after {seconds:.0f} s: {problem}. "

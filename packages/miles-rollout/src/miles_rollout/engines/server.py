@@ -81,6 +81,7 @@ class EngineServer:
         self.host = host
         self.weight_version = weight_version
         self._stop_asked = threading.Event()
+        self._launching = threading.Lock()  # no process is started after stop() has looked for one to end
         self._process: OwnedProcess | None = None
         self._reservation: PortReservation | None = None
 
@@ -124,7 +125,7 @@ class EngineServer:
         while not self._answers():
             now = time.monotonic()
             if self._stop_asked.is_set():
-                raise EngineStartError(f"The engine was stopped {now - began:.0f} s into its start.")
+                raise _stopped_early()
             if (status := self.process.poll()) is not None:
                 if attempts >= BIND_ATTEMPTS or not _failed_to_bind(self.process.log_tail(50)):
                     raise self._start_error(f"exited with status {status} after {now - began:.0f} s")
@@ -165,14 +166,21 @@ class EngineServer:
                 leave taken; none on a CPU, where SGLang spends 6 s on a shutdown that frees nothing more.
         """
         self._stop_asked.set()
-        if self._process is not None:
-            if grace_s is None:
-                grace_s = GPU_GRACE_S if self.device == "cuda" else 0.0
-            self._process.stop(grace_s=grace_s)
-        if self._reservation is not None:
-            self._reservation.close()
+        if grace_s is None:
+            grace_s = GPU_GRACE_S if self.device == "cuda" else 0.0
+        with self._launching:
+            if self._process is not None:
+                self._process.stop(grace_s=grace_s)
+            if self._reservation is not None:
+                self._reservation.close()
 
     def _launch(self) -> None:
+        with self._launching:
+            if self._stop_asked.is_set():
+                raise _stopped_early()
+            self._start_process()
+
+    def _start_process(self) -> None:
         if self._reservation is not None:
             self._reservation.close()
         self._reservation = PortReservation(self.host)
@@ -211,6 +219,10 @@ class EngineServer:
                 ]
             )
         )
+
+
+def _stopped_early() -> EngineStartError:
+    return EngineStartError("The engine was stopped before it was ready.")
 
 
 def _failed_to_bind(log: str) -> bool:
