@@ -6,8 +6,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export PATH="$PWD/.venv/bin:$PATH"
-# Two threads a process: the tests start several, and more of them than cores only wait for one another.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+# One thread a process, and none that spins: the tests start several processes on few cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 export RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=${WANDB_MODE:-offline}
 
 failed=()
@@ -36,7 +36,7 @@ lint() {
 # Cheap tests first; the real engine last. pytest's summary stays the closing line of a good run.
 tests() {
     local paths=(packages) folder
-    for folder in tests/docs tests/slim tests/flow tests/real; do
+    for folder in tests/workspace tests/docs tests/slim tests/flow tests/real; do
         [[ -d $folder ]] && paths+=("$folder")
     done
     printf '\n== pytest\n'
