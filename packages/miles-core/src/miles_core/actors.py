@@ -18,9 +18,10 @@ from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 
 from .batching import RankWork
-from .config import EnvConfig, SftConfig
+from .config import EnvConfig, ModelConfig, SftConfig
 from .loop import Trained
 from .metering import Counters
+from .model import prepare_model_folder
 from .rank import TrainerRank
 from .serving import SessionServer
 from .supervised import SupervisedSource
@@ -33,6 +34,10 @@ class TrainerActor:
 
     def __init__(self, rank: int) -> None:
         self._rank = TrainerRank(rank=rank)
+
+    def prepare_model(self, config: ModelConfig, out: Path) -> Path:
+        """The model folder of the run; here because builders tend to need torch, and the driver does without."""
+        return prepare_model_folder(config, out=out)
 
     def address(self) -> str:
         """Where the ranks can meet: this host and a free port."""

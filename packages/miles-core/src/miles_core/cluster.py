@@ -25,7 +25,7 @@ from miles_weightsync.config import PushConfig
 
 from . import actors
 from .batching import AdvantagesByEpisode, RankWork, plan_ranks
-from .config import Config, RayConfig
+from .config import Config, ModelConfig, RayConfig
 from .loop import Trained
 from .metering import Counters
 from .rundir import RunDir
@@ -105,6 +105,14 @@ class Trainers:
         make = spawn(actors.TrainerActor, threads=config.threads, num_gpus=gpus)
         self._actors = [make(rank) for rank in range(config.ranks)]
         self._config = config
+
+    async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
+        """The given model folder, or the one that `model.builder` makes.
+
+        Raises:
+            ModelError: there is no usable folder.
+        """
+        return await self._actors[0].prepare_model.remote(config, out)
 
     async def setup(self, config: TrainConfig, model: Path) -> Any:
         """Load `model` into every rank; returns rank 0's layout. May be called again for another model or loss."""

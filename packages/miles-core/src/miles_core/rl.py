@@ -34,10 +34,9 @@ logger = logging.getLogger(__name__)
 class RLRun:
     """One RL run inside a running Ray."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, model: Path, monitor: Monitor) -> None:
+    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._model = model
         self._monitor = monitor
         self._gate = Gate()
         self._index = FateIndex(run_dir.trajectories)
@@ -59,12 +58,13 @@ class RLRun:
 
         try:
             trainers = started(Trainers(config.train))
-            fleet = started(self._fleet())
             sessions = started(SessionServers(config.sessions.count))
             workers = started(Workers(config, run_dir=self._run_dir))
+            model = await trainers.prepare_model(config.model, self._run_dir.model)
+            fleet = started(self._fleet(model))
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._prepare(trainers))
-                starting.create_task(self._serve(fleet, sessions, workers))
+                starting.create_task(self._prepare(trainers, model))
+                starting.create_task(self._serve(fleet, sessions, workers, model))
             async with asyncio.TaskGroup() as running:
                 watch = running.create_task(fleet.watch(), name="watch the engines")
                 await self._train(trainers, fleet, sessions, workers)
@@ -90,26 +90,27 @@ class RLRun:
             **(self._usage.totals() if self._usage else {}),
         }
 
-    def _fleet(self) -> Fleet:
+    def _fleet(self, model: Path) -> Fleet:
         name, engines = next((n, e) for n, e in self._config.engines.items() if e.role == "rollout")
-        return Fleet(name, engines, model=self._model, log=self._run_dir.log)
+        return Fleet(name, engines, model=model, log=self._run_dir.log)
 
-    async def _prepare(self, trainers: Trainers) -> None:
+    async def _prepare(self, trainers: Trainers, model: Path) -> None:
         """Warm up if asked to, then load the policy for RL."""
-        model = self._model
         if self._config.sft.steps:
             model = await warm_up(self._config, trainers=trainers, model=model, run_dir=self._run_dir)
-        await trainers.setup(self._config.train, model)
+            logger.info("warmed up for %d steps", self._config.sft.steps)
+        logger.info("trainers: %s", await trainers.setup(self._config.train, model))
 
-    async def _serve(self, fleet: Fleet, sessions: SessionServers, workers: Workers) -> None:
+    async def _serve(self, fleet: Fleet, sessions: SessionServers, workers: Workers, model: Path) -> None:
         """Engines, then the sessions in front of them, then the workers that use the sessions."""
         await workers.open()  # a wrong import string shows before any engine has started
         await fleet.start()
+        logger.info("engines at %s", ", ".join(fleet.urls))
         await sessions.start(
             fleet.url,
-            tokenizer=self._model,
+            tokenizer=model,
             family=self._config.model.family,
-            max_context=context_limit(self._config.model, self._model),
+            max_context=context_limit(self._config.model, model),
         )
         await workers.connect(sessions)
 
@@ -118,6 +119,7 @@ class RLRun:
         config = self._config
         await trainers.connect(fleet.urls, config.sync)
         await trainers.push(0)
+        logger.info("the engines serve version 0")
         prompts = await workers.prompts(config.env.split, config.env.num_prompts)
         if config.eval.enabled:
             self._heldout = await workers.prompts(config.eval.split, config.eval.num_prompts)

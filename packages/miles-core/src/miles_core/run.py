@@ -1,6 +1,6 @@
 """One run from its configuration to its last line.
 
-run directory ─▶ model folder ─▶ Ray ─▶ RLRun or SftRun ─▶ summary ─▶ report
+run directory ─▶ Ray ─▶ RLRun or SftRun ─▶ summary ─▶ report
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 from . import report, rundir
 from .cluster import cluster
 from .config import Config, to_dict
-from .model import prepare_model_folder
 from .monitor import Monitor, RunSummary, build_monitor
 from .report.write import REPORT_FILE
 from .rl import RLRun
@@ -60,11 +59,10 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) ->
     error: BaseException | None = None
     _cancel_on_signals()
     try:
-        model = prepare_model_folder(config.model, out=run_dir.path / "model")
         async with cluster(config.ray):
             _cancel_on_signals()  # Ray has put its own handlers in place of ours
             make = RLRun if kind == "rl" else SftRun
-            run = make(config, run_dir=run_dir, model=model, monitor=monitor)
+            run = make(config, run_dir=run_dir, monitor=monitor)
             await run.run()
     except (Exception, asyncio.CancelledError) as caught:
         error = _cause(caught)

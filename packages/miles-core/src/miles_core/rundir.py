@@ -47,6 +47,11 @@ class RunDir:
         return self.path / "log"
 
     @property
+    def model(self) -> Path:
+        """The model folder, where a builder made one."""
+        return self.path / "model"
+
+    @property
     def sft(self) -> Path:
         return self.path / "sft"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Iterator
@@ -30,10 +31,9 @@ from .supervised import imitate
 class SftRun:
     """`miles sft`: supervised training is the whole job."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, model: Path, monitor: Monitor) -> None:
+    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._model = model
         self._monitor = monitor
         self._began = time.monotonic()
         self._steps = 0
@@ -42,13 +42,9 @@ class SftRun:
         """Train, export to `checkpoints/final`, stop."""
         trainers = Trainers(self._config.train)
         try:
-            await trainers.setup(sft_train_config(self._config), self._model)
+            model = await trainers.prepare_model(self._config.model, self._run_dir.model)
             await train_supervised(
-                self._config,
-                trainers=trainers,
-                tokenizer=self._model,
-                monitor=self._monitor,
-                on_step=self._after_step,
+                self._config, trainers=trainers, model=model, monitor=self._monitor, on_step=self._after_step
             )
             await trainers.export(self._run_dir.checkpoints / "final")
         finally:
@@ -80,14 +76,16 @@ async def train_supervised(
     config: Config,
     *,
     trainers: Trainers,
-    tokenizer: Path,
+    model: Path,
     monitor: Monitor,
     on_step: loop.OnStep = loop.nothing_more,
 ) -> None:
-    """Train `sft.steps` steps on `sft.data`; the trainers are set up for it already."""
-    assert config.sft.data is not None, "checked with the configuration"
+    """Train `model` for `sft.steps` steps on `sft.data`."""
     source = spawn(SupervisedActor)()
-    await source.open.remote(config.sft, tokenizer=tokenizer, family=config.model.family, seed=config.run.seed)
+    await asyncio.gather(
+        trainers.setup(sft_train_config(config), model),
+        source.open.remote(config.sft, tokenizer=model, family=config.model.family, seed=config.run.seed),
+    )
     buffer = GroupBuffer(_one_group_a_step(config.sft.batch_size))
     await loop.run(
         produce=partial(

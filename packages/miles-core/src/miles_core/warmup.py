@@ -9,7 +9,7 @@ from .cluster import Trainers
 from .config import Config
 from .monitor import JsonlMonitor, RunSummary
 from .rundir import RunDir
-from .sft import sft_train_config, train_supervised
+from .sft import train_supervised
 
 
 async def warm_up(config: Config, *, trainers: Trainers, model: Path, run_dir: RunDir) -> Path:
@@ -17,8 +17,7 @@ async def warm_up(config: Config, *, trainers: Trainers, model: Path, run_dir: R
     run_dir.sft.mkdir()
     monitor = JsonlMonitor(run_dir.sft)
     began = time.monotonic()
-    await trainers.setup(sft_train_config(config), model)
-    await train_supervised(config, trainers=trainers, tokenizer=model, monitor=monitor)
+    await train_supervised(config, trainers=trainers, model=model, monitor=monitor)
     out = run_dir.checkpoints / "sft"
     await trainers.export(out)
     monitor.finish(RunSummary(status="finished", steps=config.sft.steps, seconds=time.monotonic() - began))
