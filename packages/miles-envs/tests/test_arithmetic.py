@@ -15,10 +15,10 @@ def operands(text: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("task", [ToolSum, JsonSum])
 def test_no_heldout_sum_is_trained_on_in_either_order(task):
-    train, heldout = (set(pairs(split, task.operands)) for split in ("train", "heldout"))
+    train, heldout = (set(pairs(split, task.operands, one_in=task.one_in)) for split in ("train", "heldout"))
     assert train | heldout == {(a, b) for a in task.operands for b in task.operands}
     assert not {frozenset(pair) for pair in train} & {frozenset(pair) for pair in heldout}
-    assert 0.05 < len(heldout) / len(train) < 0.2
+    assert 0.05 < len(heldout) / len(train) < 0.3
 
 
 @pytest.mark.parametrize("task", [ToolSum, JsonSum])
@@ -32,10 +32,10 @@ def test_prompts_are_the_same_every_time_and_plain(task):
 
 def test_the_warm_up_shows_no_heldout_sum_anywhere():
     for row in sft_conversations(seed=3, n=3000):
-        assert not is_heldout(operands(row["messages"][0]["content"]))
+        assert not is_heldout(operands(row["messages"][0]["content"]), one_in=10)
         for call in row["messages"][1].get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
-            assert not is_heldout((arguments["a"], arguments["b"]))
+            assert not is_heldout((arguments["a"], arguments["b"]), one_in=10)
 
 
 def test_the_warm_up_is_noisy_as_asked_and_the_tool_is_always_right():
@@ -87,7 +87,7 @@ def test_a_json_sum_shows_two_solved_sums_that_are_trained_on_and_not_its_own():
             *shown, own = (m["content"].split(" + ") for m in prompt.messages if m["role"] == "user")
             solved = [json.loads(m["content"])["answer"] for m in prompt.messages if m["role"] == "assistant"]
             assert solved == [int(a) + int(b) for a, b in shown]
-            assert not any(is_heldout((int(a), int(b))) for a, b in shown)
+            assert not any(is_heldout((int(a), int(b)), one_in=JsonSum.one_in) for a, b in shown)
             assert all(set(pair) != set(own) for pair in shown)
             assert prompt.task["label"] == int(own[0]) + int(own[1])
 

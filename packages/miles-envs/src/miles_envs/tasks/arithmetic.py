@@ -19,21 +19,18 @@ from miles_envs.rewards.exact import exact_match
 from miles_envs.rewards.score import answer_of
 from miles_envs.shapes import SingleTurn, Tool, ToolLoop
 
-HELDOUT_SHARE = 10
-"""One pair of operands in so many is held out."""
-
 Pair = tuple[int, int]
 
 
-def is_heldout(pair: Pair) -> bool:
-    """Whether the sum of this pair, in either order, is never trained on."""
-    return zlib.crc32(f"{min(pair)}+{max(pair)}".encode()) % HELDOUT_SHARE == 0
+def is_heldout(pair: Pair, *, one_in: int) -> bool:
+    """Whether the sum of this pair, in either order, is never trained on; one pair in `one_in` is not."""
+    return zlib.crc32(f"{min(pair)}+{max(pair)}".encode()) % one_in == 0
 
 
-def pairs(split: str, operands: range) -> list[Pair]:
+def pairs(split: str, operands: range, *, one_in: int) -> list[Pair]:
     """All pairs of `operands` on one side of the split, `train` or `heldout`, in a mixed but fixed order."""
     wanted = {"train": False, "heldout": True}[split]
-    found = [(a, b) for a in operands for b in operands if is_heldout((a, b)) is wanted]
+    found = [(a, b) for a in operands for b in operands if is_heldout((a, b), one_in=one_in) is wanted]
     random.Random(0).shuffle(found)
     return found
 
@@ -52,6 +49,7 @@ class ToolSum(ToolLoop):
     """Two turns: call `add` with the operands of the question, then copy what it returned."""
 
     operands = range(10, 100)
+    one_in = 10
 
     def __init__(self) -> None:
         super().__init__(
@@ -65,7 +63,10 @@ class ToolSum(ToolLoop):
 class JsonSum(SingleTurn):
     """A sum answered as `{"answer": 42}`, after two solved examples."""
 
-    operands = range(1, 21)
+    operands = range(1, 13)
+    one_in = 5
+    variants = 4
+    """Prompts of one sum, each with other solved examples."""
 
     def __init__(self, *, seed: int = 0) -> None:
         """
@@ -101,7 +102,7 @@ def sft_conversations(
         Mappings with `messages` and `tools`.
     """
     rng = random.Random(seed)
-    problems = pairs("train", ToolSum.operands)
+    problems = pairs("train", ToolSum.operands, one_in=ToolSum.one_in)
     tools = [Tool(add).schema]
     for _ in range(n):
         pair = rng.choice(problems)
@@ -123,16 +124,16 @@ def _tool_sums(split: str) -> list[Prompt]:
             messages=({"role": "user", "content": _question((a, b))},),
             task={"label": a + b},
         )
-        for a, b in pairs(split, ToolSum.operands)
+        for a, b in pairs(split, ToolSum.operands, one_in=ToolSum.one_in)
     ]
 
 
 def _json_sums(split: str, seed: int) -> list[Prompt]:
     rng = random.Random(seed)
-    solved = pairs("train", JsonSum.operands)
+    solved = pairs("train", JsonSum.operands, one_in=JsonSum.one_in)
     return [
         Prompt(
-            id=f"json-{a}+{b}",
+            id=f"json-{a}+{b}-{variant}",
             messages=(
                 {"role": "system", "content": "You are a helpful assistant."},
                 *(
@@ -144,7 +145,8 @@ def _json_sums(split: str, seed: int) -> list[Prompt]:
             ),
             task={"label": a + b},
         )
-        for a, b in pairs(split, JsonSum.operands)
+        for variant in range(JsonSum.variants)
+        for a, b in pairs(split, JsonSum.operands, one_in=JsonSum.one_in)
     ]
 
 
@@ -168,7 +170,7 @@ def _wrong_pair(pair: Pair, rng: random.Random) -> Pair:
         a, b = (str(operand) for operand in pair)
         a, b = (_wrong_digit(a, rng), b) if rng.random() < 0.5 else (a, _wrong_digit(b, rng))
         wrong = (int(a), int(b))
-        if min(wrong) >= ToolSum.operands.start and not is_heldout(wrong):
+        if min(wrong) >= ToolSum.operands.start and not is_heldout(wrong, one_in=ToolSum.one_in):
             return wrong
 
 
