@@ -6,7 +6,7 @@ import pytest
 import torch
 from miles_weightsync.engine import _resolve_dtype as resolve_dtype
 from miles_weightsync.engine import is_local
-from miles_weightsync.engine_layouts import local_block, local_shape, locate
+from miles_weightsync.engine_layouts import Division, local_block, local_shape, locate
 from miles_weightsync.tile_hash import TileHash
 
 MASK = 0xFFFFFFFF
@@ -57,7 +57,8 @@ def test_key_value_heads_are_shared_when_there_are_fewer_than_ranks() -> None:
     place = locate("model.layers.0.self_attn.k_proj.weight")
     assert place is not None
     whole = torch.arange(8.0).view(8, 1)  # 2 heads of 4 rows
-    blocks = [local_block(whole, place, tp=4, rank=rank, num_kv_heads=2)[:, 0].tolist() for rank in range(4)]
+    division = Division(tp=4, num_kv_heads=2, on_gpu=True)
+    blocks = [local_block(whole, place, division, rank=rank)[:, 0].tolist() for rank in range(4)]
     assert blocks == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
 
 
@@ -66,11 +67,22 @@ def test_embeddings_are_padded_with_zero_rows_to_the_shape_of_the_engine(vocab: 
     place = locate("lm_head.weight")
     assert place is not None
     whole = torch.ones(vocab, 2)
-    blocks = [local_block(whole, place, tp=tp, rank=rank, num_kv_heads=None) for rank in range(tp)]
-    assert {tuple(b.shape) for b in blocks} == {local_shape((vocab, 2), place, tp=tp, num_kv_heads=None)}
+    division = Division(tp=tp, num_kv_heads=None, on_gpu=True)
+    blocks = [local_block(whole, place, division, rank=rank) for rank in range(tp)]
+    assert {tuple(b.shape) for b in blocks} == {local_shape((vocab, 2), place, division)}
     joined = torch.cat(blocks)
     assert joined.shape[0] % 64 == 0
     assert joined[:, 0].sum() == vocab
+
+
+def test_the_mlp_is_padded_on_a_cpu_and_not_on_a_gpu() -> None:
+    place = locate("model.layers.0.mlp.down_proj.weight")
+    assert place is not None
+    whole = torch.ones(2, 96)
+    on_cpu = [local_block(whole, place, Division(tp=2, num_kv_heads=2, on_gpu=False), rank=rank) for rank in (0, 1)]
+    assert [(block.shape[1], int(block[0].sum())) for block in on_cpu] == [(64, 64), (64, 32)]
+    on_gpu = [local_block(whole, place, Division(tp=2, num_kv_heads=2, on_gpu=True), rank=rank) for rank in (0, 1)]
+    assert [block.shape[1] for block in on_gpu] == [48, 48]
 
 
 def test_rotary_tables_are_ignored_and_bare_names_get_their_prefix() -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,6 +79,9 @@ class FakeEngine:
     ) -> None:
         self.tp, self.dp, self.dtype, self.architecture = tp, dp, dtype, architecture
         self.params = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in SHAPES.items()}
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = self._folder.name
+        (Path(self.folder) / "config.json").write_text(json.dumps({"num_key_value_heads": 2}))
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fail_at: int | None = None
         """Index of the request that is answered with 500 and not carried out."""
@@ -122,6 +126,7 @@ class FakeEngine:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        self._folder.cleanup()
 
     @property
     def paths(self) -> list[str]:
@@ -145,7 +150,7 @@ class FakeEngine:
             "dp_size": self.dp,
             "dtype": self.dtype,
             "device": "cpu",
-            "model_path": "/none",
+            "model_path": self.folder,
         }
 
     def do_model_info(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -226,18 +231,21 @@ def fused(params: dict[str, torch.Tensor], tp: int, rank: int) -> dict[str, torc
     result = dict(params)
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     if attention + "q_proj.weight" in result:
+        wide = -(-params[mlp + "up_proj.weight"].shape[0] // (32 * tp)) * 32 * tp
         parts = [attention + f"{p}_proj.weight" for p in "qkv"]
         result[attention + "qkv_proj.weight"] = torch.cat([rows(p) for p in parts])
         gates = [mlp + f"{p}_proj.weight" for p in ("gate", "up")]
-        result[mlp + "gate_up_proj.weight"] = torch.cat([rows(p) for p in gates])
+        result[mlp + "gate_up_proj.weight"] = torch.cat([padded(params[p], wide).chunk(tp)[rank] for p in gates])
         for part in parts + gates:
             del result[part]
-        for name in (attention + "o_proj.weight", mlp + "down_proj.weight"):
-            result[name] = params[name].chunk(tp, dim=1)[rank].contiguous()
-    embedding = params["model.embed_tokens.weight"]
-    padded = torch.cat([embedding, embedding.new_zeros(64 - embedding.shape[0], embedding.shape[1])])
-    result["model.embed_tokens.weight"] = padded.chunk(tp)[rank]
+        result[attention + "o_proj.weight"] = params[attention + "o_proj.weight"].chunk(tp, dim=1)[rank]
+        result[mlp + "down_proj.weight"] = padded(params[mlp + "down_proj.weight"].T, wide).chunk(tp)[rank].T
+    result["model.embed_tokens.weight"] = padded(params["model.embed_tokens.weight"], 64).chunk(tp)[rank]
     return result
+
+
+def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 def sha(tensor: torch.Tensor) -> str:

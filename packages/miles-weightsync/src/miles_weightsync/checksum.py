@@ -16,7 +16,7 @@ import torch
 
 from .buckets import Bucket, Slot, torch_dtype
 from .engine import EngineFacts
-from .engine_layouts import ARCHITECTURES, Placement, local_block, local_shape, locate
+from .engine_layouts import ARCHITECTURES, Division, Placement, local_block, local_shape, locate
 from .staging import view
 from .tile_hash import TileHash
 
@@ -29,22 +29,15 @@ class EngineLayout:
 
     is_known: bool
     """The architecture's layout is known. If not, only parameters with their checkpoint name can be checked."""
-    tp: int
+    division: Division
     dp: int
     dtype: str | None
-    num_kv_heads: int | None
-    on_gpu: bool
 
     @classmethod
     def of(cls, facts: EngineFacts) -> EngineLayout:
-        return cls(
-            is_known=facts.is_plain and facts.architecture in ARCHITECTURES,
-            tp=facts.tp,
-            dp=facts.dp,
-            dtype=facts.dtype,
-            num_kv_heads=facts.num_kv_heads,
-            on_gpu=facts.device != "cpu",
-        )
+        division = Division(tp=facts.tp, num_kv_heads=facts.num_kv_heads, on_gpu=facts.device != "cpu")
+        is_known = facts.is_plain and division.is_plain and facts.architecture in ARCHITECTURES
+        return cls(is_known=is_known, division=division, dp=facts.dp, dtype=facts.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +60,7 @@ class ExpectedChecksums:
     def __init__(self, layout: EngineLayout, buckets: Sequence[Bucket]) -> None:
         self._layout = layout
         self._open_P: dict[tuple[int, str], _Hash] = {}
-        self._done_R: list[dict[str, str]] = [{} for _ in range(layout.tp)]
+        self._done_R: list[dict[str, str]] = [{} for _ in range(layout.division.tp)]
         self._parts: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
         for slot in (slot for bucket in buckets for slot in bucket.slots):
@@ -83,8 +76,8 @@ class ExpectedChecksums:
             whole = view(slot, data)
             if self._layout.dtype is not None and whole.is_floating_point():
                 whole = whole.to(torch_dtype(self._layout.dtype))
-            for rank in range(self._layout.tp):
-                self._feed(rank, place, self._block(whole, place, rank))
+            for rank in range(self._layout.division.tp):
+                self._feed(rank, place, local_block(whole, place, self._layout.division, rank=rank))
 
     def compare(self, reported_R: Sequence[Mapping[str, str]], *, trusted: frozenset[str] = frozenset()) -> Comparison:
         """Name what differs, what the engine has and did not get, and what it got and does not have.
@@ -122,24 +115,20 @@ class ExpectedChecksums:
     def _locate(self, slot: Slot) -> Placement | None:
         if self._layout.is_known:
             return locate(slot.name)
-        return Placement(slot.name, 0, 1, "none") if self._layout.tp == 1 else None
-
-    def _block(self, whole: torch.Tensor, place: Placement, rank: int) -> torch.Tensor:
-        return local_block(whole, place, tp=self._layout.tp, rank=rank, num_kv_heads=self._layout.num_kv_heads)
+        return Placement(slot.name, 0, 1, "none") if self._layout.division.tp == 1 else None
 
     def _local_bytes(self, slot: Slot, place: Placement) -> int:
         """Bytes of one rank's block."""
         dtype = torch_dtype(slot.dtype)
         if self._layout.dtype is not None and dtype.is_floating_point:
             dtype = torch_dtype(self._layout.dtype)
-        shape = local_shape(slot.shape, place, tp=self._layout.tp, num_kv_heads=self._layout.num_kv_heads)
-        return math.prod(shape) * dtype.itemsize
+        return math.prod(local_shape(slot.shape, place, self._layout.division)) * dtype.itemsize
 
     def _feed(self, rank: int, place: Placement, block: torch.Tensor) -> None:
         key = (rank, place.param)
         state = self._open_P.get(key)
         if state is None:
-            state = self._open_P[key] = _Hash(on_gpu=self._layout.on_gpu, total_bytes=self._bytes[place.param])
+            state = self._open_P[key] = _Hash(on_gpu=self._layout.division.on_gpu, total_bytes=self._bytes[place.param])
         state.update(block.contiguous().reshape(-1).view(torch.uint8))
         if state.num_parts == self._parts[place.param]:
             self._done_R[rank][place.param] = state.hexdigest()

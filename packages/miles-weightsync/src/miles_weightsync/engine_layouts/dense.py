@@ -2,6 +2,7 @@
 
 Read in SGLang 0.5.23 (`models/llama.py`, `qwen2.py`, `qwen3.py`, `layers/linear.py`, `vocab_parallel_embedding.py`):
 column-parallel layers keep rows of the matrix, row-parallel ones keep columns, embeddings are padded with zero rows.
+On a CPU the MLP is padded too (`configs/update_config.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 _VOCAB_PADDING = 64
+_CPU_MLP_PADDING = 32
+"""The intermediate size of each rank is a multiple of this on a CPU."""
 
 _FUSED = {
     "q_proj": ("qkv_proj", 0, 3),
@@ -36,8 +39,22 @@ class Placement:
     """Position among the parts of a fused parameter, stacked along rows."""
     count: int
     """Number of parts; 1 when not fused."""
-    split: Literal["rows", "kv_rows", "columns", "vocab", "none"]
+    split: Literal["q_rows", "kv_rows", "mlp_rows", "columns", "mlp_columns", "vocab", "none"]
     """What tensor parallelism divides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How an engine divides a model among its ranks."""
+
+    tp: int
+    num_kv_heads: int | None
+    on_gpu: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether heads fall on ranks evenly; on a CPU, SGLang pads heads otherwise, which is not modelled here."""
+        return self.tp == 1 or self.on_gpu or (self.num_kv_heads is not None and self.num_kv_heads % self.tp == 0)
 
 
 def locate(name: str) -> Placement | None:
@@ -48,45 +65,54 @@ def locate(name: str) -> Placement | None:
         name = f"model.{name}"
     for part, (fused, index, count) in _FUSED.items():
         if f".{part}." in name:
-            split = "kv_rows" if part in ("k_proj", "v_proj") else "rows"
+            split = "q_rows" if part == "q_proj" else "kv_rows" if fused == "qkv_proj" else "mlp_rows"
             return Placement(name.replace(part, fused), index, count, split)
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(".o_proj.weight"):
         return Placement(name, 0, 1, "columns")
+    if name.endswith(".down_proj.weight"):
+        return Placement(name, 0, 1, "mlp_columns")
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return Placement(name, 0, 1, "vocab")
     return Placement(name, 0, 1, "none")
 
 
-def local_shape(shape: tuple[int, ...], placement: Placement, *, tp: int, num_kv_heads: int | None) -> tuple[int, ...]:
+def local_shape(shape: tuple[int, ...], placement: Placement, division: Division) -> tuple[int, ...]:
     """Shape of the block that every tensor-parallel rank of the engine holds, padding included."""
+    tp = division.tp
+    mlp_multiple = tp if division.on_gpu else tp * _CPU_MLP_PADDING
     match placement.split:
         case "none":
             return shape
-        case "columns":
-            return shape[0], _divided(shape[1], tp)
-        case "rows":
+        case "q_rows":
             return _divided(shape[0], tp), *shape[1:]
         case "kv_rows":
-            return _divided(shape[0], min(tp, num_kv_heads or tp)), *shape[1:]
+            return _divided(shape[0], min(tp, division.num_kv_heads or tp)), *shape[1:]
+        case "mlp_rows":
+            return _padded(shape[0], mlp_multiple) // tp, *shape[1:]
+        case "columns":
+            return shape[0], _divided(shape[1], tp)
+        case "mlp_columns":
+            return shape[0], _padded(shape[1], mlp_multiple) // tp
         case "vocab":
-            return _padded_vocab(shape[0], tp) // tp, *shape[1:]
+            padded = _padded(shape[0], _VOCAB_PADDING)
+            return (padded if padded % tp == 0 else _padded(shape[0], _VOCAB_PADDING * tp)) // tp, *shape[1:]
 
 
-def local_block(
-    whole: torch.Tensor, placement: Placement, *, tp: int, rank: int, num_kv_heads: int | None
-) -> torch.Tensor:
-    """The block of a whole tensor that one tensor-parallel rank of the engine holds, padding included."""
+def local_block(whole: torch.Tensor, placement: Placement, division: Division, *, rank: int) -> torch.Tensor:
+    """The block of a whole tensor that one tensor-parallel rank of the engine holds, padded with zeros."""
     if placement.split == "none":
         return whole
-    size = local_shape(tuple(whole.shape), placement, tp=tp, num_kv_heads=num_kv_heads)
-    if placement.split == "columns":
-        return whole[:, rank * size[1] : (rank + 1) * size[1]]
+    dim = 1 if placement.split in ("columns", "mlp_columns") else 0
+    size = local_shape(tuple(whole.shape), placement, division)[dim]
     if placement.split == "kv_rows":  # several ranks share a head when there are fewer heads than ranks
-        rank = rank * (whole.shape[0] // size[0]) // tp
-    block = whole[rank * size[0] : (rank + 1) * size[0]]
-    if block.shape[0] == size[0]:
+        rank = rank * (whole.shape[0] // size) // division.tp
+    start = min(rank * size, whole.shape[dim])
+    block = whole.narrow(dim, start, min(size, whole.shape[dim] - start))
+    if block.shape[dim] == size:
         return block
-    return torch.cat([block, block.new_zeros(size[0] - block.shape[0], *size[1:])])
+    missing = list(block.shape)
+    missing[dim] = size - block.shape[dim]
+    return torch.cat([block, block.new_zeros(missing)], dim=dim)
 
 
 def _divided(size: int, parts: int) -> int:
@@ -95,8 +121,5 @@ def _divided(size: int, parts: int) -> int:
     return size // parts
 
 
-def _padded_vocab(size: int, tp: int) -> int:
-    multiple = _VOCAB_PADDING
-    if -(-size // multiple) * multiple % tp:
-        multiple *= tp
+def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
