@@ -41,6 +41,8 @@ async def cluster(config: RayConfig) -> AsyncIterator[None]:
     """Ray for the duration of a run: started here, or joined at `config.address`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Threads that spin while they wait take the cores from the engine, which runs on the same ones.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Ray's default of 15 would also slow the engines, whose processes are children of an actor.
     os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"log_to_driver": config.log_to_driver, "logging_level": logging.ERROR}
