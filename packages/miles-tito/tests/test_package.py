@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from miles_tito.cli import main
 
-HEAVY = ("torch", "transformers", "starlette", "uvicorn", "httpx", "jinja2", "tokenizers", "ray", "sglang")
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "aiohttp", "httpx", "jinja2", "tokenizers", "ray", "sglang")
 
 
 def test_importing_the_package_loads_nothing_heavy():
