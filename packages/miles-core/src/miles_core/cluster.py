@@ -22,6 +22,7 @@ from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
+from miles_weightsync.errors import SyncError
 
 from . import actors
 from .batching import AdvantagesByEpisode, RankWork, plan_ranks
@@ -141,8 +142,19 @@ class Trainers:
         return results[0]
 
     async def push(self, version: int) -> dict[str, float]:
-        """Every rank sends its own shards; returns rank 0's report as metrics."""
-        return (await self._all("push", version))[0]
+        """Every rank sends its own shards; returns rank 0's report as metrics.
+
+        A failed push leaves its engines paused, so no token comes from mixed weights, and is tried once more: that
+        is what brings them back.
+
+        Raises:
+            SyncError: the second try failed as well.
+        """
+        try:
+            return (await self._all("push", version))[0]
+        except SyncError as error:
+            logger.warning("version %d is pushed once more: %s", version, error)
+        return {**(await self._all("push", version))[0], "sync/retries": 1.0}
 
     async def export(self, path: Path) -> None:
         await self._all("export", path)
