@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_rollout.advantages import Advantages, Rewards, grpo
+from miles_rollout.advantages import AdvantageRows, Rewards, grpo
 
 HERE = Path(__file__).parent
 RUNS: Mapping[str, Sequence[str]] = {
@@ -34,7 +34,7 @@ RUNS: Mapping[str, Sequence[str]] = {
 }
 
 
-def shuffled_grpo(rewards_BG: Rewards) -> Advantages:
+def shuffled_grpo(rewards_BG: Rewards) -> AdvantageRows:
     """GRPO on rewards dealt at random among siblings: an advantage that says nothing about its episode."""
     rng = random.Random(repr(rewards_BG))
     dealt: list[list[float | None]] = []
