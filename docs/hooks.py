@@ -21,10 +21,9 @@ def _configuration() -> str:
 
 
 def _metrics() -> str:
-    from miles_core.monitor.names import METRICS
+    from miles_core.monitor.names import markdown_table
 
-    rows = (f"| `{name}` | {meaning.replace('|', '&#124;')} |" for name, meaning in METRICS.items())
-    return "\n".join(["| metric | meaning |", "|---|---|", *rows])
+    return markdown_table()
 
 
 _GENERATED: dict[str, Callable[[], str]] = {"configuration": _configuration, "metrics": _metrics}
