@@ -130,15 +130,17 @@ async def sessions(tmp_path: Path) -> AsyncIterator[str]:
     from miles_train.models.tiny_tokenizer import save_tokenizer, train_tokenizer
 
     save_tokenizer(train_tokenizer(0), tmp_path)
-    server = SessionServer(tokenizer=tmp_path, family="auto", model="tiny", max_context=64)
-    yield await server.start("http://127.0.0.1:9")
+    server = SessionServer(
+        "http://127.0.0.1:9", tokenizer=tmp_path, family="auto", model="tiny", max_context=64, api_key="secret"
+    )
+    yield await server.start()
     await server.stop()
 
 
 async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Path, sessions: str) -> None:
     stored: list[Group] = []
     worker = make_worker(tmp_path / "run", Sums(), stored)
-    worker.connect([sessions])
+    worker.connect([sessions], api_key="secret")
     ref = await worker.run_group(Prompt(id="p"), group_id="g0", group_size=2)
     assert ref.handle == "stored g0"
     assert [episode.error is None for episode in ref.episodes] == [False, False], "nothing was sampled"
@@ -151,7 +153,7 @@ async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Pat
 
 async def test_groups_that_finish_at_once_are_spooled_one_after_the_other(tmp_path: Path, sessions: str) -> None:
     worker = make_worker(tmp_path / "run", Sums())
-    worker.connect([sessions])
+    worker.connect([sessions], api_key="secret")
     refs = await asyncio.gather(*(worker.run_group(Prompt(id="p"), group_id=f"g{n}", group_size=1) for n in range(20)))
     await worker.stop()
     by_offset = [ref.id for ref in sorted(refs, key=lambda ref: ref.metadata["spool"][1])]
@@ -161,7 +163,7 @@ async def test_groups_that_finish_at_once_are_spooled_one_after_the_other(tmp_pa
 async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: Path, sessions: str) -> None:
     stored: list[Group] = []
     worker = make_worker(tmp_path / "run", Sums(), stored)
-    worker.connect([sessions])
+    worker.connect([sessions], api_key="secret")
     ref = await worker.run_group(
         Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0), spool=False
     )
@@ -174,7 +176,7 @@ async def test_a_group_that_cannot_be_spooled_is_an_error_and_not_lost_quietly(
     tmp_path: Path, sessions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker(tmp_path / "run", Sums())
-    worker.connect([sessions])
+    worker.connect([sessions], api_key="secret")
 
     def full(group: Group) -> SpoolAddress:
         raise SpoolError("Cannot spool group g0")

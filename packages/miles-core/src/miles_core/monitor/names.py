@@ -13,6 +13,8 @@ METRICS: Final[dict[str, str]] = {
     "reward/mean": "Mean reward of the episodes trained in this step",
     "reward/all_mean": "Mean reward of every episode finished since the last step, filtered and stale ones included",
     "reward/std": "Standard deviation of reward over those episodes",
+    "reward/min": "Smallest reward of the step",
+    "reward/max": "Largest reward of the step",
     "reward/group_std": "Standard deviation of reward within a group, averaged over groups",
     "eval/score": "Mean held-out reward of this version's weights",
     "eval/stderr": "Standard error of `eval/score`",
