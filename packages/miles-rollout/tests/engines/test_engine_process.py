@@ -162,7 +162,7 @@ def test_shared_memory_of_a_crashed_command_is_removed(tmp_path: Path):
     """
     os.mkfifo(tmp_path / "go")
     command = [sys.executable, "-c", textwrap.dedent(source)]
-    process = OwnedProcess(command, log_path=tmp_path / "it.log", shm_prefix=prefix)
+    process = OwnedProcess(command, log_path=tmp_path / "it.log", shm_prefixes=["unrelated", prefix])
     try:
         eventually(lambda: "mapped" in process.log_tail())
         assert process.wait(2.5) is None  # the guard looks every second

@@ -2,13 +2,13 @@
 
     owner ──pipe on stdin──▶ guard (leads a new session) ──▶ command ──▶ whatever the command starts
 
-    python -I -S guard.py SCRATCH SHM_PREFIX COMMAND…
+    python -I -S guard.py SCRATCH SHM_PREFIXES COMMAND…
 
 The owner writes `T` to have the command terminated, and closes the pipe to have the whole session killed. A killed
 owner closes the pipe as well, so `kill -9` of it leaves nothing behind. PR_SET_PDEATHSIG in the command alone would
 not do: it is tied to the thread that started it and does not reach grandchildren. At the end the guard removes the
-folder SCRATCH, which the command has for its temporary files, and the files of /dev/shm that start with SHM_PREFIX and
-that the session had mapped: SGLang removes neither, however it ends.
+folder SCRATCH, which the command has for its temporary files, and the files of /dev/shm that the session had mapped and
+whose names start with one of the comma-separated SHM_PREFIXES: SGLang leaves both behind, however it ends.
 
 Standard library only: the file is run by path, without site-packages, which takes some 20 ms. The exit status is the
 command's; 128 + n when signal n ended it.
@@ -32,7 +32,7 @@ NOT_STARTED = 127
 SHM = "/dev/shm/"
 
 
-def main(scratch: str, shm_prefix: str, command: list[str]) -> int:
+def main(scratch: str, shm_prefixes: str, command: list[str]) -> int:
     owner = os.getppid()
     libc = ctypes.CDLL(None)
     # Orphans of the command come to this process, which reaps them: a container's first process often does not.
@@ -46,7 +46,7 @@ def main(scratch: str, shm_prefix: str, command: list[str]) -> int:
             # the starting thread) means "the guard was killed".
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         )
-        status = _wait(child, owner, shared, SHM + shm_prefix)
+        status = _wait(child, owner, shared, tuple(SHM + prefix for prefix in shm_prefixes.split(",") if prefix))
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         status = NOT_STARTED
@@ -58,7 +58,7 @@ def main(scratch: str, shm_prefix: str, command: list[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], shm: str) -> int:
+def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], prefixes: tuple[str, ...]) -> int:
     """Wait until the command exits by itself or the owner lets go of the pipe.
 
     Shared memory is noted as soon as there is any, for a command that crashes, and again before the end.
@@ -73,7 +73,7 @@ def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], shm: str
         # A process that the owner forked without exec holds a copy of the pipe and keeps it open, hence getppid.
         gone = orders == b"" or os.getppid() != owner
         if orders or gone or not shared:
-            shared.update(path for pid in _session_members() for path in _mapped(pid) if path.startswith(shm))
+            shared.update(path for pid in _session_members() for path in _mapped(pid) if path.startswith(prefixes))
         if gone:
             child.kill()
             return child.wait()

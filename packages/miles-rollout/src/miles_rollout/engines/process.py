@@ -19,8 +19,6 @@ import psutil
 GUARD = Path(__file__).with_name("guard.py")
 TAIL_BYTES = 65536
 KILL_S = 5.0
-NO_SHM = "/"
-"""A prefix that no file of /dev/shm has."""
 
 
 class OwnedProcess:
@@ -36,7 +34,7 @@ class OwnedProcess:
         *,
         log_path: Path,
         env: Mapping[str, str] | None = None,
-        shm_prefix: str = "",
+        shm_prefixes: Sequence[str] = (),
     ) -> None:
         """Start it.
 
@@ -44,7 +42,7 @@ class OwnedProcess:
             command: what to run; the first entry is an executable.
             log_path: receives stdout and stderr; appended to.
             env: added to this process's environment.
-            shm_prefix: files of /dev/shm with this prefix that the command maps are removed at its end.
+            shm_prefixes: files of /dev/shm whose names start so, and that the command maps, are removed at its end.
         """
         self.command = tuple(command)
         self.log_path = log_path
@@ -54,7 +52,7 @@ class OwnedProcess:
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), self._scratch, shm_prefix or NO_SHM, *self.command],
+                [sys.executable, "-I", "-S", str(GUARD), self._scratch, ",".join(shm_prefixes), *self.command],
                 stdin=subprocess.PIPE,
                 bufsize=0,
                 stdout=log,

@@ -30,8 +30,8 @@ PROBE_TIMEOUT_S = 5.0
 BIND_ATTEMPTS = 3
 BIND_FAILURES = ("address already in use", "errno 98", "error while attempting to bind")
 GPU_GRACE_S = 20.0
-LEFT_BEHIND = "sglang_loads_"
-"""SGLang's load statistics in /dev/shm, which it never removes."""
+LEFT_BEHIND = ("sgl",)
+"""Shared memory that SGLang leaves in /dev/shm: load statistics, message queues between ranks."""
 
 ADVICE: Mapping[str, str] = {
     "out of memory": "Less memory: lower `max_total_tokens`, or `options.mem-fraction-static` on a GPU.",
@@ -195,7 +195,7 @@ class EngineServer:
             command,
             log_path=self.log_path,
             env=server_environment(self.config, model_path=self.model_path),
-            shm_prefix=LEFT_BEHIND,
+            shm_prefixes=LEFT_BEHIND,
         )
 
     def _answers(self) -> bool:
