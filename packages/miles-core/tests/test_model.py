@@ -57,7 +57,7 @@ def test_a_builder_writes_to_the_run_or_names_another_folder(tmp_path: Path) -> 
         ModelConfig(builder=builder(build_at), builder_args={"positions": 32}), out=tmp_path / "out"
     )
     assert made == tmp_path / "out"
-    assert context_limit(ModelConfig(), made) == 32
+    assert context_limit(ModelConfig(), made, token_budget=64) == 32
     cached = prepare_model_folder(ModelConfig(builder=builder(build_elsewhere)), out=tmp_path / "out")
     assert cached == tmp_path / "cache"
 
@@ -71,14 +71,21 @@ def test_a_folder_without_config_json_is_refused(tmp_path: Path, make: str) -> N
 
 def test_the_context_is_the_models_own_or_less(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "m", max_position_embeddings=128)
-    assert context_limit(ModelConfig(), folder) == 128
-    assert context_limit(ModelConfig(max_context=100), folder) == 100
+    assert context_limit(ModelConfig(), folder, token_budget=128) == 128
+    assert context_limit(ModelConfig(max_context=100), folder, token_budget=128) == 100
     with pytest.raises(ModelError, match=r"`model\.max_context` is 129 but m was made for 128 positions"):
-        context_limit(ModelConfig(max_context=129), folder)
+        context_limit(ModelConfig(max_context=129), folder, token_budget=128)
 
 
 def test_a_model_that_names_no_limit_needs_one(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "m")
-    assert context_limit(ModelConfig(max_context=100), folder) == 100
+    assert context_limit(ModelConfig(max_context=100), folder, token_budget=128) == 100
     with pytest.raises(ModelError, match=r"no max_position_embeddings; set `model\.max_context`"):
-        context_limit(ModelConfig(), folder)
+        context_limit(ModelConfig(), folder, token_budget=128)
+
+
+def test_a_conversation_must_fit_into_a_micro_batch(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "m", max_position_embeddings=40960)
+    with pytest.raises(ModelError, match=r"may take 40960 tokens but `train.token_budget` is 8192, .* at most 8192"):
+        context_limit(ModelConfig(), folder, token_budget=8192)
+    assert context_limit(ModelConfig(max_context=8192), folder, token_budget=8192) == 8192

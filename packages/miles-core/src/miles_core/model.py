@@ -34,17 +34,25 @@ def prepare_model_folder(config: ModelConfig, *, out: Path) -> Path:
     return folder.resolve()
 
 
-def context_limit(config: ModelConfig, folder: Path) -> int:
+def context_limit(config: ModelConfig, folder: Path, *, token_budget: int) -> int:
     """Most tokens of a conversation: `model.max_context`, else what the model's own config allows.
 
+    Args:
+        token_budget: most tokens of a micro-batch; a full conversation has to fit.
+
     Raises:
-        ModelError: `model.max_context` is above what the model was made for, or neither says a number.
+        ModelError: `model.max_context` is above what the model was made for, neither says a number, or the number is
+            above the budget.
     """
     own = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    if config.max_context is None:
-        if own is None:
-            raise ModelError(f"{folder}/config.json has no max_position_embeddings; set `model.max_context`.")
-        return int(own)
-    if own is not None and config.max_context > own:
-        raise ModelError(f"`model.max_context` is {config.max_context} but {folder.name} was made for {own} positions.")
-    return config.max_context
+    limit = own if config.max_context is None else config.max_context
+    if limit is None:
+        raise ModelError(f"{folder}/config.json has no max_position_embeddings; set `model.max_context`.")
+    if own is not None and limit > own:
+        raise ModelError(f"`model.max_context` is {limit} but {folder.name} was made for {own} positions.")
+    if limit > token_budget:
+        raise ModelError(
+            f"A conversation may take {limit} tokens but `train.token_budget` is {token_budget}, and a full one must "
+            f"fit into one micro-batch. Set `model.max_context` to at most {token_budget}, or raise the budget."
+        )
+    return int(limit)

@@ -61,18 +61,21 @@ class RLRun:
             sessions = started(SessionServers(config.sessions.count))
             workers = started(Workers(config, run_dir=self._run_dir))
             model = await trainers.prepare_model(config.model, self._run_dir.model)
+            max_context = context_limit(config.model, model, token_budget=config.train.token_budget)
             fleet = started(self._fleet(model))
             async with asyncio.TaskGroup() as starting:
                 starting.create_task(self._prepare(trainers, model))
-                starting.create_task(self._serve(fleet, sessions, workers, model))
+                starting.create_task(self._serve(fleet, sessions, workers, model, max_context))
             async with asyncio.TaskGroup() as running:
                 watch = running.create_task(fleet.watch(), name="watch the engines")
                 await self._train(trainers, fleet, sessions, workers)
                 watch.cancel()
         finally:
-            self._buffer.close()
-            await stop_parts(parts)
-            self._index.close()
+            try:
+                self._buffer.close()
+            finally:
+                await stop_parts(parts)
+                self._index.close()
 
     def summary(self) -> dict[str, Any]:
         """What the run can say about itself so far: fields of `RunSummary`."""
@@ -101,7 +104,9 @@ class RLRun:
             logger.info("warmed up for %d steps", self._config.sft.steps)
         logger.info("trainers: %s", await trainers.setup(self._config.train, model))
 
-    async def _serve(self, fleet: Fleet, sessions: SessionServers, workers: Workers, model: Path) -> None:
+    async def _serve(
+        self, fleet: Fleet, sessions: SessionServers, workers: Workers, model: Path, max_context: int
+    ) -> None:
         """Engines, then the sessions in front of them, then the workers that use the sessions."""
         await workers.open()  # a wrong import string shows before any engine has started
         await fleet.start()
@@ -110,7 +115,7 @@ class RLRun:
             fleet.url,
             tokenizer=model,
             family=self._config.model.family,
-            max_context=context_limit(self._config.model, model),
+            max_context=max_context,
         )
         await workers.connect(sessions)
 
