@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from miles_rollout.producer import Gate, produce
 from miles_rollout.prompts import PromptStream
 from miles_tito.records import Prompt
 from miles_tito.summary import GroupRef
+from miles_weightsync.config import PushConfig
 
 from . import loop
 from .cluster import Fleet, SessionServers, Trainers, Workers, stop_parts
@@ -68,7 +70,7 @@ class RLRun:
                 starting.create_task(self._serve(fleet, sessions, workers, model, max_context))
             async with asyncio.TaskGroup() as running:
                 watch = running.create_task(fleet.watch(), name="watch the engines")
-                await self._train(trainers, fleet, sessions, workers)
+                await self._train(trainers, fleet, sessions, workers, model)
                 watch.cancel()
         finally:
             try:
@@ -97,6 +99,13 @@ class RLRun:
         name, engines = next((n, e) for n, e in self._config.engines.items() if e.role == "rollout")
         return Fleet(name, engines, model=model, log=self._run_dir.log)
 
+    def _push_config(self, model: Path) -> PushConfig:
+        """`[sync]`, with a place in the run directory for the versions that go over the disk."""
+        sync = self._config.sync
+        if sync.way != "disk" or sync.disk_dir is not None:
+            return sync
+        return replace(sync, disk_dir=str(self._run_dir.path / "weights"), disk_template=str(model))
+
     async def _prepare(self, trainers: Trainers, model: Path) -> None:
         """Warm up if asked to, then load the policy for RL."""
         if self._config.sft.steps:
@@ -119,10 +128,12 @@ class RLRun:
         )
         await workers.connect(sessions)
 
-    async def _train(self, trainers: Trainers, fleet: Fleet, sessions: SessionServers, workers: Workers) -> None:
+    async def _train(
+        self, trainers: Trainers, fleet: Fleet, sessions: SessionServers, workers: Workers, model: Path
+    ) -> None:
         """Push version 0, then the loop, with evaluations before, during and after it."""
         config = self._config
-        await trainers.connect(fleet.urls, config.sync)
+        await trainers.connect(fleet.urls, self._push_config(model))
         await trainers.push(0)
         logger.info("the engines serve version 0")
         prompts = await workers.prompts(config.env.split, config.env.num_prompts)
