@@ -1,6 +1,12 @@
-"""The flow tests play against the same scripted parts as the tests of miles-rollout."""
+"""The flow tests play against the same scripted parts as the tests of the packages."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "miles-rollout" / "tests"))
+PACKAGES = Path(__file__).parents[2] / "packages"
+
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(PACKAGES / "miles-rollout" / "tests"),
+    str(PACKAGES / "miles-weightsync" / "tests"),
+]

@@ -56,10 +56,12 @@ async def cluster(config: RayConfig) -> AsyncIterator[None]:
             options["object_store_memory"] = config.object_store_bytes
     else:
         options["address"] = config.address
-    await asyncio.to_thread(ray.init, **options)
+    starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
     try:
+        await asyncio.shield(starting)
         yield
     finally:
+        await asyncio.wait([starting])  # Ray cannot be interrupted while it starts, and must not be left running
         await asyncio.to_thread(ray.shutdown)
 
 
