@@ -60,9 +60,6 @@ class TrainerActor:
     def export(self, path: Path) -> None:
         self._rank.export(path)
 
-    def save(self, path: Path) -> None:
-        self._rank.save(path)
-
     def close(self) -> None:
         self._rank.close()
 

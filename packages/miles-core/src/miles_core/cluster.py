@@ -161,9 +161,6 @@ class Trainers:
     async def export(self, path: Path) -> None:
         await self._all("export", path)
 
-    async def save(self, path: Path) -> None:
-        await self._all("save", path)
-
     async def stop(self) -> None:
         """A rank in the middle of a step cannot be asked: it is killed after the bounded wait."""
         try:

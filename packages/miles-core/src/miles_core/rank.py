@@ -60,10 +60,6 @@ class TrainerRank:
         """Write a Hugging Face folder. Collective."""
         self._trainer.export_hf(path)
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint. Collective."""
-        self._trainer.save(path)
-
     def close(self) -> None:
         self._close_pusher()
         if self._trainer is not None:
