@@ -1,6 +1,6 @@
 """One trainer rank as the loop uses it: builds its batches from groups, trains, pushes its own shards.
 
-A plain class: `actors.TrainerActor` only gives it a process. Heavy libraries are imported inside, so that the
+A plain class: `cluster.actors.TrainerActor` only gives it a process. Heavy libraries are imported inside, so that the
 driver can import this module without torch.
 """
 

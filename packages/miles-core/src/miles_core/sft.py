@@ -20,8 +20,8 @@ from miles_tito.summary import GroupRef
 from miles_train.config import LossConfig, TrainConfig
 
 from . import loop
-from .actors import SupervisedActor
 from .cluster import Trainers, spawn, stop_parts
+from .cluster.actors import SupervisedActor
 from .config import Config
 from .monitor import Monitor
 from .rundir import RunDir

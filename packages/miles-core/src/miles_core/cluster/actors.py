@@ -1,5 +1,4 @@
-"""Ray actors: a process around a plain class each, and nothing else. This is the only module that imports ray,
-beside `cluster`, which starts it."""
+"""Ray actors: a process around a plain class each, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from miles_tito.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 
-from .batching import RankWork
-from .config import EnvConfig, ModelConfig, SftConfig
-from .loop import Trained
-from .metering import Counters
-from .model import prepare_model_folder
-from .rank import TrainerRank
-from .serving import SessionServer
-from .supervised import SupervisedSource
-from .workers import RolloutWorker, build_env
+from miles_core.batching import RankWork
+from miles_core.config import EnvConfig, ModelConfig, SftConfig
+from miles_core.loop import Trained
+from miles_core.metering import Counters
+from miles_core.model import prepare_model_folder
+from miles_core.rank import TrainerRank
+from miles_core.serving import SessionServer
+from miles_core.supervised import SupervisedSource
+from miles_core.workers import RolloutWorker, build_env
 
 
 @ray.remote

@@ -1,0 +1,84 @@
+"""Ray up and down, and how every actor of a run is made and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+
+from miles_core.config import RayConfig
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 8.0
+"""Every part of a run ends within this, or is killed."""
+
+
+@asynccontextmanager
+async def cluster(config: RayConfig) -> AsyncIterator[None]:
+    """Ray for the duration of a run: started here, or joined at `config.address`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Threads that spin while they wait take the cores from the engine, which runs on the same ones.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Ray's default of 15 would also slow the engines, whose processes are children of an actor.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    options: dict[str, Any] = {"log_to_driver": config.log_to_driver, "logging_level": logging.ERROR}
+    if config.address is None:
+        # The dashboard costs seconds to start and nothing here reads it.
+        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        if config.num_cpus is not None:
+            options["num_cpus"] = config.num_cpus
+        if config.object_store_bytes is not None:
+            options["object_store_memory"] = config.object_store_bytes
+    else:
+        options["address"] = config.address
+    starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
+    try:
+        await asyncio.shield(starting)
+        yield
+    finally:
+        await asyncio.wait([starting])  # Ray cannot be interrupted while it starts, and must not be left running
+        await asyncio.to_thread(ray.shutdown)
+
+
+def spawn(
+    actor: Any, *, threads: int | None = None, num_gpus: int = 0, concurrency: int | None = None
+) -> Callable[..., Any]:
+    """How to make one `actor`: call the result with its arguments. CPUs are not reserved: on a small machine every
+    actor shares them."""
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus}
+    if threads is not None:
+        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+    if concurrency is not None:
+        options["max_concurrency"] = concurrency
+    return actor.options(**options).remote
+
+
+async def stop_parts(parts: Sequence[Any]) -> None:
+    """Stop every part at once; none keeps the others waiting, and none raises."""
+    results = await asyncio.gather(*(part.stop() for part in parts), return_exceptions=True)
+    for part, result in zip(parts, results, strict=True):
+        if isinstance(result, BaseException):
+            logger.warning("%s did not stop cleanly: %s: %s", type(part).__name__, type(result).__name__, result)
+
+
+async def stop_all(handles: Sequence[Any], *, what: str) -> None:
+    """Ask every actor to stop, wait a bounded time, then kill."""
+    if not handles:
+        return
+    done = asyncio.gather(*(handle.stop.remote() for handle in handles), return_exceptions=True)
+    try:
+        async with asyncio.timeout(STOP_S):
+            for result in await done:
+                if isinstance(result, Exception):
+                    logger.warning("a %s did not stop cleanly: %s", what, result)
+    except TimeoutError:
+        logger.warning("%d %ss did not stop within %.0f s and are killed", len(handles), what, STOP_S)
+    for handle in handles:
+        ray.kill(handle)

@@ -1,0 +1,98 @@
+"""Every trainer rank, an actor each, driven together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from miles_rollout.engines import resolve_device
+from miles_tito.summary import GroupRef
+from miles_train.config import TrainConfig
+from miles_weightsync.config import PushConfig
+from miles_weightsync.errors import SyncError
+
+from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
+from miles_core.config import ModelConfig
+from miles_core.loop import Trained
+
+from . import actors
+from .processes import STOP_S, spawn
+
+logger = logging.getLogger(__name__)
+
+
+class Trainers:
+    """Every trainer rank, driven together."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        gpus = 1 if resolve_device(config.device) == "cuda" else 0
+        make = spawn(actors.TrainerActor, threads=config.threads, num_gpus=gpus)
+        self._actors = [make(rank) for rank in range(config.ranks)]
+        self._config = config
+
+    async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
+        """The given model folder, or the one that `model.builder` makes.
+
+        Raises:
+            ModelError: there is no usable folder.
+        """
+        return await self._actors[0].prepare_model.remote(config, out)
+
+    async def setup(self, config: TrainConfig, model: Path) -> Any:
+        """Load `model` into every rank; returns rank 0's layout. May be called again for another model or loss."""
+        self._config = config
+        init_method = await self._actors[0].address.remote() if config.ranks > 1 else None
+        return (await self._all("setup", config, model, init_method))[0]
+
+    async def connect(self, engines: Sequence[str], config: PushConfig) -> None:
+        await self._all("connect", list(engines), config)
+
+    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
+        return plan_ranks(
+            groups,
+            advantages=advantages,
+            token_budget=self._config.token_budget,
+            ranks=self._config.ranks,
+            minibatches=self._config.minibatches,
+        )
+
+    async def train(self, work: Sequence[RankWork]) -> Trained:
+        results = await asyncio.gather(
+            *(actor.train.remote(part) for actor, part in zip(self._actors, work, strict=True))
+        )
+        return results[0]
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Every rank sends its own shards; returns rank 0's report as metrics.
+
+        A failed push leaves its engines paused, so no token comes from mixed weights, and is tried once more: that
+        is what brings them back.
+
+        Raises:
+            SyncError: the second try failed as well.
+        """
+        try:
+            return (await self._all("push", version))[0]
+        except SyncError as error:
+            logger.warning("version %d is pushed once more: %s", version, error)
+        return {**(await self._all("push", version))[0], "sync/retries": 1.0}
+
+    async def export(self, path: Path) -> None:
+        await self._all("export", path)
+
+    async def stop(self) -> None:
+        """A rank in the middle of a step cannot be asked: it is killed after the bounded wait."""
+        try:
+            async with asyncio.timeout(STOP_S / 2):
+                await self._all("close")
+        except Exception as error:  # a rank that crashed before has nothing left to close
+            logger.debug("trainer ranks were killed: %s", error)
+        for actor in self._actors:
+            ray.kill(actor)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(getattr(actor, method).remote(*args) for actor in self._actors))
