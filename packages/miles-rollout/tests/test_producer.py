@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 from miles_rollout import (
     BufferClosedError,
+    BufferStateError,
     EmptyBatchesError,
     Fate,
+    FateCounts,
     FateEvent,
     Gate,
     GroupBuffer,
     PromptStream,
+    Resume,
+    ResumedGroup,
+    Retry,
     produce,
 )
 from miles_tito import GroupRef, Prompt, Sampling
@@ -28,6 +33,7 @@ class ScriptedRuns:
         self, buffer: GroupBuffer, *, seconds: Callable[[int], float] = lambda number: 1.0, **ref_fields: Any
     ) -> None:
         self.started: list[tuple[float, str, str]] = []
+        self.attempts: dict[str, int] = {}
         self.running = 0
         self._buffer = buffer
         self._seconds = seconds
@@ -37,6 +43,7 @@ class ScriptedRuns:
         self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
     ) -> GroupRef:
         self.started.append((now(), group_id, prompt.id))
+        self.attempts[group_id] = attempt
         self.running += 1
         version = self._buffer.version
         try:
@@ -174,6 +181,8 @@ def test_a_broken_contract_ends_the_run_on_both_sides_with_its_error(where: str)
                 raise ConnectionResetError("the disk is full")
 
         class Broken:
+            drawn = 0
+
             def next(self) -> Prompt:
                 if where == "prompts":
                     raise ConnectionResetError("the data set is gone")
@@ -261,22 +270,72 @@ def test_prompts_that_end_leave_what_was_issued_to_training() -> None:
     run_virtual(main())
 
 
-def test_a_resumed_producer_continues_the_numbers_of_its_groups() -> None:
+def test_a_resumed_producer_finishes_what_was_open_before_it_issues_anything_new() -> None:
+    prompts = {p.id: p for p in make_prompts(4)}
+    first, second, third, fourth = prompts.values()
+    events: list[FateEvent] = []
+
     async def main() -> None:
-        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0))
-        runs = ScriptedRuns(buffer)
-        stream = PromptStream(make_prompts(3))
-        producer = asyncio.create_task(
-            produce(
-                prompts=stream,
-                buffer=buffer,
-                run_group=runs,
-                group_size=2,
-                first_group=17,
-            )
+        buffer = GroupBuffer(make_config(groups_per_step=3, max_staleness=0), observer=events.append, version=5)
+        resume = Resume(
+            counts=FateCounts(issued=9, trained=6, filtered=0, stale=0, failed=0, aborted=0, in_flight=3, twice=0),
+            groups=(
+                ResumedGroup(
+                    id="g000006", prompt=first, issued_version=4, ref=make_ref("g000006", versions=5), is_admitted=True
+                ),
+                ResumedGroup(id="g000007", prompt=second, issued_version=4, ref=make_ref("g000007", versions=5)),
+                ResumedGroup(id="g000008", prompt=third, issued_version=5, attempt=2),
+            ),
+            next_group=17,
         )
-        await asyncio.sleep(1)
+        buffer.restore(resume)
+        runs = ScriptedRuns(buffer)
+        stream = PromptStream([fourth])
+        producer = asyncio.create_task(
+            produce(prompts=stream, buffer=buffer, run_group=runs, group_size=2, resume=resume)
+        )
+        (batch,) = await train(buffer, 1)
+        assert batch == ["g000006", "g000007", "g000008"], "in the order of their issue"
+        await asyncio.sleep(0.5)
+        assert [(group, runs.attempts[group]) for _, group, _ in runs.started] == [("g000008", 2), ("g000017", 0)]
+        assert [(e.group_id, e.drawn) for e in events if e.fate is Fate.IN_FLIGHT] == [("g000017", 1)]
         await stop(producer)
-        assert [group_id for _, group_id, _ in runs.started] == ["g000017"]
+        buffer.close()
+        assert "in flight 0: 0 lost, 0 twice (groups: 10 = 9 + 0 + 0 + 0 + 1)" in buffer.proof()
+
+    run_virtual(main())
+
+
+def test_open_groups_that_do_not_fit_the_counts_are_refused() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config())
+        counts = FateCounts(issued=4, trained=2, filtered=0, stale=0, failed=0, aborted=0, in_flight=2, twice=0)
+        with pytest.raises(BufferStateError, match="0 open groups are restored, counted are 2"):
+            buffer.restore(Resume(counts=counts))
+
+    run_virtual(main())
+
+
+def test_groups_beyond_the_present_credits_hold_new_issues_back() -> None:
+    async def main() -> None:
+        (prompt,) = make_prompts(1)
+        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0), version=3)
+        groups = tuple(
+            ResumedGroup(
+                id=f"g{i}", prompt=prompt, issued_version=3, ref=make_ref(f"g{i}", versions=3), is_admitted=True
+            )
+            for i in range(2)
+        )
+        counts = FateCounts(issued=2, trained=0, filtered=0, stale=0, failed=0, aborted=0, in_flight=2, twice=0)
+        buffer.restore(Resume(counts=counts, groups=groups, retries=(Retry(prompt=prompt, retry_of="g0"),)))
+        acquired = asyncio.create_task(buffer.acquire())
+        buffer.release(await buffer.take())
+        await asyncio.sleep(1)
+        assert not acquired.done(), "one credit exists, and the other restored group holds it"
+        buffer.release(await buffer.take())
+        await acquired
+        retry = buffer.next_retry()
+        assert retry is not None
+        assert retry.retry_of == "g0"
 
     run_virtual(main())

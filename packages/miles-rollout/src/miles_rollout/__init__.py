@@ -13,7 +13,7 @@ from .advantages import (
     reinforce_pp_baseline,
     rloo,
 )
-from .buffer import GroupBuffer, Retry
+from .buffer import GroupBuffer
 from .config import RolloutConfig
 from .dispatch import LeastBusy, RunGroup
 from .errors import (
@@ -33,6 +33,7 @@ from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, drop, kee
 from .producer import Gate, Spool, produce
 from .prompts import PromptSource, PromptState, PromptStream
 from .registry import resolve
+from .resume import Resume, ResumedGroup, Retry
 from .worker import Sessions, Worker
 
 __all__ = [
@@ -62,6 +63,8 @@ __all__ = [
     "PromptState",
     "PromptStream",
     "PromptsExhausted",
+    "Resume",
+    "ResumedGroup",
     "Retry",
     "Rewards",
     "RolloutConfig",

@@ -36,15 +36,7 @@ from .guards import ENGINE_BEHIND, EmptyBatchGuard, FailureBudget, first_line
 from .meters import BufferMeter
 from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, rest_can_wait, stale_episodes
 from .registry import resolve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """A prompt that runs again because its group was too old."""
-
-    prompt: Prompt
-    retry_of: str
-    """Id of the stale group."""
+from .resume import Resume, Retry
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +90,27 @@ class GroupBuffer:
         self._closed: BaseException | None = None
         self._version = version
 
+    def restore(self, resume: Resume) -> None:
+        """Take up the groups of a run that stopped, before anything is issued; the observer knows them already.
+
+        They hold credits, more than there are if the limits have shrunk since: then nothing is issued until enough
+        came back. Admitted groups wait for a step again; the producer runs or puts the others.
+        """
+        self._book.restore(
+            resume.counts,
+            ((g.id, g.prompt.id, Fate.BUFFERED if g.is_admitted else Fate.IN_FLIGHT) for g in resume.groups),
+        )
+        for order, group in enumerate(resume.groups, start=1 - len(resume.groups)):
+            self._open[group.id] = _Open(
+                id=group.id,
+                order=resume.counts.issued + order,
+                prompt=group.prompt,
+                # What runs again is sampled from the weights that the engines hold now.
+                issued_version=self._version if group.ref is None else group.issued_version,
+                ref=group.ref if group.is_admitted else None,
+            )
+        self._retries.extend(resume.retries)
+
     # ---- the producer's side
 
     async def acquire(self) -> None:
@@ -108,12 +121,17 @@ class GroupBuffer:
             self._raise_if_closed()
         self._reserved += 1
 
-    def issue(self, group_id: str, prompt: Prompt, *, retry_of: str | None = None) -> None:
-        """Bind an acquired credit to a new group, right before its episodes start."""
+    def issue(self, group_id: str, prompt: Prompt, *, retry_of: str | None = None, drawn: int | None = None) -> None:
+        """Bind an acquired credit to a new group, right before its episodes start.
+
+        Args:
+            retry_of: the stale group whose prompt it runs again.
+            drawn: prompts drawn from the stream so far, for the observer.
+        """
         self._raise_if_closed()
         if not self._reserved:
             raise BufferStateError(f"Group {group_id!r} is issued without a credit; `await acquire()` first.")
-        self._book.issue(group_id, prompt_id=prompt.id, version=self._version, retry_of=retry_of)
+        self._book.issue(group_id, prompt_id=prompt.id, version=self._version, retry_of=retry_of, drawn=drawn)
         self._reserved -= 1
         self._open[group_id] = _Open(
             id=group_id, order=self._book.counts().issued, prompt=prompt, issued_version=self._version

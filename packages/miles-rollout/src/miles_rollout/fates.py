@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,6 +46,8 @@ class FateEvent:
     """Weight version that the engines held when it happened; for TRAINED the version that contains the group."""
     retry_of: str | None = None
     """The stale group whose prompt this one runs again."""
+    drawn: int | None = None
+    """With IN_FLIGHT: prompts drawn from the stream so far, this group's included. Where a resumed run goes on."""
 
 
 Observer = Callable[[FateEvent], None]
@@ -92,12 +94,27 @@ class FateBook:
         self._twice = 0
         self._observer = observer
 
-    def issue(self, group_id: str, *, prompt_id: str, version: int, retry_of: str | None = None) -> None:
+    def restore(self, counts: FateCounts, open_groups: Iterable[tuple[str, str, Fate]]) -> None:
+        """Go on from an earlier run's counts and its open groups: id, prompt id, fate. The observer knows them."""
+        if self._issued:
+            raise BufferStateError(f"{self._issued} groups were issued already; a book is restored before its first.")
+        for group_id, prompt_id, fate in open_groups:
+            self._fates[group_id] = fate
+            self._prompt_ids[group_id] = prompt_id
+        if len(self._prompt_ids) != counts.in_flight:
+            raise BufferStateError(f"{len(self._prompt_ids)} open groups are restored, counted are {counts.in_flight}.")
+        self._issued = counts.issued
+        self._final = Counter({fate: getattr(counts, fate) for fate in Fate if fate.is_final})
+        self._twice = counts.twice
+
+    def issue(
+        self, group_id: str, *, prompt_id: str, version: int, retry_of: str | None = None, drawn: int | None = None
+    ) -> None:
         if group_id in self._fates:
             raise BufferStateError(
                 f"Group {group_id!r} was already issued and is {self._fates[group_id]}; every issue needs a new id."
             )
-        self._tell(group_id, prompt_id, Fate.IN_FLIGHT, reason="", version=version, retry_of=retry_of)
+        self._tell(group_id, prompt_id, Fate.IN_FLIGHT, reason="", version=version, retry_of=retry_of, drawn=drawn)
         self._issued += 1  # only now: what the observer refuses is not issued
         self._prompt_ids[group_id] = prompt_id
         self._fates[group_id] = Fate.IN_FLIGHT
@@ -143,7 +160,15 @@ class FateBook:
         )
 
     def _tell(
-        self, group_id: str, prompt_id: str, fate: Fate, *, reason: str, version: int, retry_of: str | None = None
+        self,
+        group_id: str,
+        prompt_id: str,
+        fate: Fate,
+        *,
+        reason: str,
+        version: int,
+        retry_of: str | None = None,
+        drawn: int | None = None,
     ) -> None:
         if self._observer is not None:
             self._observer(
@@ -154,5 +179,6 @@ class FateBook:
                     reason=reason,
                     version=version,
                     retry_of=retry_of,
+                    drawn=drawn,
                 )
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 from miles_tito import GroupRef, Prompt
@@ -20,6 +21,7 @@ from .errors import PromptsExhausted
 from .fates import Fate
 from .guards import first_line
 from .prompts import PromptSource
+from .resume import Resume
 
 Spool = Callable[[GroupRef], Awaitable[None]]
 """Makes a finished group durable; the buffer admits it only afterwards."""
@@ -58,7 +60,7 @@ async def produce(
     group_size: int,
     gate: Gate | None = None,
     spool: Spool | None = None,
-    first_group: int = 0,
+    resume: Resume | None = None,
 ) -> None:
     """Issue groups as credits come free, until cancelled or the prompts end.
 
@@ -70,12 +72,18 @@ async def produce(
         group_size: sibling episodes of each prompt.
         gate: closed while evaluation uses the engines.
         spool: awaited with each finished group before the buffer admits it.
-        first_group: number of the first group id, so that a resumed run does not reuse ids.
+        resume: where an earlier run stopped; `buffer` was restored from it. Its open groups come first.
     """
     gate = gate or Gate()
-    number = first_group
+    number = resume.next_group if resume else 0
+    run_one = partial(_run_one, group_size=group_size, buffer=buffer, run_group=run_group, spool=spool)
     try:
         async with asyncio.TaskGroup() as running:
+            for group in resume.groups if resume else ():
+                if not group.is_admitted:
+                    running.create_task(
+                        run_one(group.prompt, group.id, attempt=group.attempt, ref=group.ref), name=f"group {group.id}"
+                    )
             while True:
                 await buffer.acquire()
                 try:
@@ -91,11 +99,8 @@ async def produce(
                     raise
                 group_id = f"g{number:06d}"
                 number += 1
-                buffer.issue(group_id, prompt, retry_of=None if retry is None else retry.retry_of)
-                running.create_task(
-                    _run_one(prompt, group_id, group_size, buffer=buffer, run_group=run_group, spool=spool),
-                    name=f"group {group_id}",
-                )
+                buffer.issue(group_id, prompt, retry_of=None if retry is None else retry.retry_of, drawn=prompts.drawn)
+                running.create_task(run_one(prompt, group_id), name=f"group {group_id}")
     except asyncio.CancelledError:
         buffer.finish("the producer was cancelled")
         raise
@@ -110,17 +115,24 @@ async def produce(
 async def _run_one(
     prompt: Prompt,
     group_id: str,
-    group_size: int,
     *,
+    group_size: int,
     buffer: GroupBuffer,
     run_group: RunGroup,
     spool: Spool | None,
+    attempt: int = 0,
+    ref: GroupRef | None = None,
 ) -> None:
-    """One group from its issue to the buffer; however it ends, its fate is recorded."""
+    """One group from its issue to the buffer; however it ends, its fate is recorded.
+
+    Args:
+        ref: its result, where an earlier run had it on disk already.
+    """
     try:
-        ref = await run_group(prompt, group_id=group_id, group_size=group_size)
-        if spool is not None:
-            await spool(ref)
+        if ref is None:
+            ref = await run_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
+            if spool is not None:
+                await spool(ref)
     except BaseException as error:
         fate = buffer.fate(group_id)
         if fate is not None and not fate.is_final:

@@ -18,6 +18,11 @@ PromptState = Mapping[str, "str | int | bool"]
 class PromptSource(Protocol):
     """Where the producer gets its prompts."""
 
+    @property
+    def drawn(self) -> int:
+        """Prompts given out so far, over all epochs: where a resumed run goes on."""
+        ...
+
     def next(self) -> Prompt: ...
 
 
@@ -41,6 +46,10 @@ class PromptStream:
             self._order = self._epoch_order(0)
         else:
             self._iterator = iter(prompts)
+
+    @property
+    def drawn(self) -> int:
+        return self._drawn
 
     @property
     def epoch(self) -> int:
