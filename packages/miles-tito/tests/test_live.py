@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ from miles_tito.testing import ScriptedEngine
 def open_live(tokenizer: Tokenizer) -> Callable[..., LiveSession]:
     joiner = Joiner(tokenizer, choose_family("tiny", tokenizer))
 
-    def opened(*, deadline_s: float | None = None) -> LiveSession:
-        return LiveSession(Session("s", joiner, max_context=1000), deadline_s=deadline_s)
+    def opened(*, deadline_at: float | None = None) -> LiveSession:
+        return LiveSession(Session("s", joiner, max_context=1000), key_digest=b"", deadline_at=deadline_at)
 
     return opened
 
@@ -73,7 +74,7 @@ async def test_a_deadline_ends_running_turns_and_keeps_the_record(
             await asyncio.Event().wait()
 
     engine = ScriptedEngine(["one", "two"], tokenizer=tokenizer, before_token=hold_second)
-    live, store = open_live(deadline_s=1000), SessionStore(idle_timeout_s=1000)
+    live, store = open_live(deadline_at=time.time() + 1000), SessionStore(idle_timeout_s=1000)
     store.add(live)
     assert await content(await live.start(ask("q"), engine, is_retry=False)) == "one"
     running = await live.start(ask("other"), engine, is_retry=False)

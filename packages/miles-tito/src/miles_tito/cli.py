@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key", help="needed to open sessions; none: anybody may")
     serve.add_argument("--engine-api-key")
     serve.add_argument("--idle-timeout-s", type=float, default=3600.0, help="forget a session unused for this long")
+    serve.add_argument("--state-dir", help="folder where sessions outlive this server; none: they end with it")
     return parser
 
 
@@ -58,6 +59,7 @@ async def _serve(args: argparse.Namespace) -> None:
         default_sampling=Sampling(temperature=args.temperature, max_tokens=args.max_tokens),
         api_key=args.api_key,
         idle_timeout_s=args.idle_timeout_s,
+        state_dir=args.state_dir,
     )
     await serve(
         app,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import secrets
 import time
 from collections.abc import AsyncIterator, Generator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from typing import Protocol
 
 from .dialects.chat import ChatRequest
 from .errors import EngineError, RequestError
-from .families.parser import Piece
+from .families.parser import Piece, TextPiece, ToolCall
 from .generation import Engine, join, run_turn
+from .journal import Journal
 from .session import Plan, Session, Turn
 from .tree import Node
 
@@ -20,12 +23,66 @@ _THREAD_FROM_CHARS = 20_000
 """Text from which encoding moves to a thread, so that it does not hold up other sessions."""
 
 
+class Answer(Protocol):
+    """The reply to one request, as its client waits for it."""
+
+    node: Node
+    cached_tokens: int
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Wait for this turn; it is given up when nobody does any more."""
+        ...
+
+    def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What was sampled, as it comes, from the beginning."""
+        ...
+
+    async def result(self) -> Node:
+        """The recorded turn.
+
+        Raises:
+            EngineError: the engine failed.
+            RequestError: the session was closed.
+        """
+        ...
+
+
+class RecordedTurn:
+    """An answer that was recorded and never reached its client, as when the server died in between."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.cached_tokens = 0
+
+    def attached(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        message = self.node.message
+        texts = {"reasoning": message.get("reasoning_content", ""), "content": message["content"]}
+        yield [
+            *(
+                TextPiece("reasoning" if kind == "reasoning" else "content", text)
+                for kind, text in texts.items()
+                if text
+            ),
+            *(ToolCall(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])),
+        ]
+
+    async def result(self) -> Node:
+        return self.node
+
+
 class RunningTurn:
     """One generation and everybody who waits for it; it ends when the last one leaves."""
 
-    def __init__(self, session: Session, turn: Turn, engine: Engine, *, stream: bool) -> None:
+    def __init__(
+        self, session: Session, turn: Turn, engine: Engine, *, stream: bool, journal: Journal | None = None
+    ) -> None:
         self.turn = turn
+        self.node = turn.node
         self.cached_tokens = 0
+        self._journal = journal
         self._session = session
         self._engine = engine
         self._stream = stream
@@ -34,11 +91,12 @@ class RunningTurn:
         self._waiting = 0
         self._closed_because: str | None = None
         self._task = asyncio.create_task(self._run(), name=f"turn {turn.request.rid}")
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # waiters may have left
+        self._task.add_done_callback(self._ended)
+        if journal:
+            journal.begun(self.node)
 
     @contextmanager
     def attached(self) -> Generator[None, None, None]:
-        """Wait for this turn; it is given up when nobody does any more."""
         self._waiting += 1
         try:
             yield
@@ -48,7 +106,6 @@ class RunningTurn:
                 self._task.cancel()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What was sampled, as it comes, from the beginning."""
         seen = 0
         while True:
             done = self._task.done()
@@ -60,12 +117,6 @@ class RunningTurn:
             await self._news.wait()
 
     async def result(self) -> Node:
-        """The recorded turn.
-
-        Raises:
-            EngineError: the engine failed.
-            RequestError: the session was closed.
-        """
         try:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
@@ -83,22 +134,31 @@ class RunningTurn:
     def is_done(self) -> bool:
         return self._task.done()
 
+    @property
+    def is_attached(self) -> bool:
+        return self._waiting > 0
+
     async def _run(self) -> Node:
         turn = self.turn
-        try:
-            async with aclosing(run_turn(self._engine, turn.request, stream=self._stream)) as generations:
-                async for generation in generations:
-                    turn.pieces.append(generation)
-                    self._publish(turn.reader.feed(generation.output_ids))
-            whole = join(turn.pieces)
-            self.cached_tokens = whole.cached_tokens
-            self._publish(turn.reader.finish())
-            return self._session.commit(turn, whole)
-        except BaseException:
-            self._session.discard(turn)
-            raise
-        finally:
-            self._task_ended()
+        async with aclosing(run_turn(self._engine, turn.request, stream=self._stream)) as generations:
+            async for generation in generations:
+                turn.pieces.append(generation)
+                self._publish(turn.reader.feed(generation.output_ids))
+        whole = join(turn.pieces)
+        self.cached_tokens = whole.cached_tokens
+        self._publish(turn.reader.finish())
+        node = self._session.commit(turn, whole)
+        if self._journal:
+            self._journal.recorded(node)
+        return node
+
+    def _ended(self, task: asyncio.Task[Node]) -> None:
+        """Runs before anybody who waits for the task goes on."""
+        if task.cancelled() or task.exception():
+            self._session.discard(self.turn)
+            if self._journal:
+                self._journal.given_up(self.node)
+        self._wake()
 
     def _publish(self, pieces: list[Piece]) -> None:
         self._pieces += pieces
@@ -109,45 +169,58 @@ class RunningTurn:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _task_ended(self) -> None:
-        # The task is done only after this returns; waiters look again then.
-        asyncio.get_running_loop().call_soon(self._wake)
-
 
 class LiveSession:
     """A session that a client holds a key for."""
 
-    def __init__(self, session: Session, *, deadline_s: float | None) -> None:
+    def __init__(
+        self, session: Session, *, key_digest: bytes, deadline_at: float | None = None, journal: Journal | None = None
+    ) -> None:
+        """
+        Args:
+            key_digest: `digest_key` of the client's key.
+            deadline_at: seconds since the epoch.
+            journal: written along, so that the session outlives its server.
+        """
         self.session = session
-        self.api_key = secrets.token_urlsafe(24)
-        self.deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self.deadline = None if deadline_at is None else time.monotonic() + deadline_at - time.time()
         self.last_used = time.monotonic()
         self.expired = False
+        self.journal = journal
+        self._key_digest = key_digest
         self._running: dict[bytes, RunningTurn] = {}
 
     def accepts(self, token: str) -> bool:
-        return hmac.compare_digest(self.api_key.encode(), token.encode())
+        return hmac.compare_digest(self._key_digest, digest_key(token))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     @property
     def is_busy(self) -> bool:
         return any(not turn.is_done for turn in self._running.values())
 
-    async def start(self, chat: ChatRequest, engine: Engine, *, is_retry: bool) -> RunningTurn:
+    async def start(self, chat: ChatRequest, engine: Engine, *, is_retry: bool) -> Answer:
         """Start the turn that `chat` asks for, or join the one that it repeats.
 
         Equal requests at one time are separate replies, each a branch; a client that marks a request as a retry
-        waits for the running one instead.
+        waits for the running one instead. A recorded reply that no client got answers the request that repeats it.
 
         Raises:
             RequestError: the request cannot be served; nothing changed.
         """
-        if self.expired:
+        if self.expired or self.is_due:
             raise RequestError("The deadline of this session has passed.", status=410, code="session_closed")
         session = self.session
         plan = session.plan(chat.messages, tools=chat.tools, variables=chat.variables)
         running = self._running.get(plan.identity)
         if is_retry and running and not running.is_done:
             return running
+        lost = session.undelivered(plan)
+        if lost and not any(other.node is lost for other in self._running.values() if other.is_attached):
+            return RecordedTurn(lost)
         ids = await asyncio.to_thread(session.encode, plan) if _is_long(plan) else session.encode(plan)
         turn = session.begin(
             plan,
@@ -157,16 +230,28 @@ class LiveSession:
             stop=chat.stop,
             stop_token_ids=chat.stop_token_ids,
         )
-        self._running = {key: other for key, other in self._running.items() if not other.is_done}
+        self._running = {k: v for k, v in self._running.items() if not v.is_done or v.is_attached}
         key = plan.identity if plan.identity not in self._running else turn.request.rid.encode()
-        self._running[key] = RunningTurn(session, turn, engine, stream=chat.stream)
+        self._running[key] = RunningTurn(session, turn, engine, stream=chat.stream, journal=self.journal)
         return self._running[key]
+
+    def delivered(self, node: Node) -> None:
+        """The client got the whole reply."""
+        if not node.is_delivered:
+            node.is_delivered = True
+            if self.journal:
+                self.journal.delivered(node)
 
     async def close(self, why: str) -> None:
         """Give up all running turns; what was recorded stays readable as long as the session is held."""
         self.expired = True
         for running in list(self._running.values()):
             await running.close(why)
+
+
+def digest_key(key: str) -> bytes:
+    """What is kept of a session's key; the key is random, so a plain digest does not give it away."""
+    return hashlib.blake2b(key.encode(), digest_size=32).digest()
 
 
 def as_request_error(error: EngineError) -> RequestError:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
+import secrets
 import socket
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,8 +23,10 @@ from .errors import EngineError, MilesError, MissingDependency, RecordError, Req
 from .export import to_samples
 from .families import Family, choose_family
 from .generation import Engine
-from .live import LiveSession, RunningTurn, as_request_error
+from .journal import Opened, StateDir
+from .live import Answer, LiveSession, as_request_error, digest_key
 from .merge import Joiner
+from .messages import value_key
 from .records import Episode, Outcome, Sample, Sampling, Trajectory
 from .session import PICKERS, Picker, Session
 from .store import SessionStore
@@ -42,6 +50,8 @@ JSON = "application/json"
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 
 def create_app(
     *,
@@ -53,6 +63,7 @@ def create_app(
     default_sampling: Sampling | None = None,
     api_key: str | None = None,
     idle_timeout_s: float = 3600.0,
+    state_dir: str | Path | None = None,
 ) -> Starlette:
     """The ASGI application; it closes `engine` when it shuts down.
 
@@ -63,6 +74,7 @@ def create_app(
         default_sampling: for sessions that open without one.
         api_key: needed to open sessions, and good for reading and closing any. Without it anybody may open sessions,
             and each is readable with its own key only.
+        state_dir: a folder of this server's own, where sessions outlive it; the next server on it has them again.
 
     Raises:
         TemplateError: the family does not fit the tokenizer, or `auto` cannot prove it.
@@ -76,17 +88,24 @@ def create_app(
         sampling=default_sampling or Sampling(),
         api_key=api_key,
         store=SessionStore(idle_timeout_s=idle_timeout_s),
+        state=StateDir(state_dir) if state_dir is not None else None,
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
-        sweeper = asyncio.create_task(server.store.sweep_forever())
-        try:
-            yield
-        finally:
-            sweeper.cancel()
-            await server.store.clear()
-            await engine.aclose()
+        with server.state.owned() if server.state else contextlib.nullcontext():
+            interrupted = server.restore()
+            tasks = [
+                asyncio.create_task(server.store.sweep_forever()),
+                *(asyncio.create_task(engine.abort(rid)) for rid in interrupted),
+            ]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await server.store.shut_down()
+                await engine.aclose()
 
     session = "/sessions/{session_id}"
     routes = [
@@ -173,7 +192,7 @@ class _Uvicorn(uvicorn.Server):
             yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Server:
     """The routes."""
 
@@ -184,6 +203,49 @@ class _Server:
     sampling: Sampling
     api_key: str | None
     store: SessionStore
+    state: StateDir | None
+
+    def restore(self) -> list[str]:
+        """Take over the sessions that an earlier server left; the ids of the calls that it had at the engine."""
+        interrupted: list[str] = []
+        for saved in self.state.read(self.fingerprint) if self.state else ():
+            opened = saved.opened
+            session = Session(
+                opened.session_id,
+                self.joiner,
+                max_context=self.max_context,
+                sampling=opened.sampling,
+                metadata=opened.metadata,
+                now=datetime.fromisoformat(opened.opened_at),
+            )
+            session.restore(
+                saved.nodes,
+                next_id=saved.next_id,
+                next_branch=saved.next_branch,
+                discarded=saved.num_given_up + len(saved.interrupted),
+            )
+            if saved.interrupted:
+                _log.warning(
+                    "Session %s: %d turns were under way when the last server ended; their clients must ask again.",
+                    session.id,
+                    len(saved.interrupted),
+                )
+            interrupted += saved.interrupted
+            self.store.add(
+                LiveSession(
+                    session, key_digest=opened.key_digest, deadline_at=opened.deadline_at, journal=saved.journal
+                )
+            )
+        if len(self.store):
+            _log.info("Restored %d sessions with %d turns.", len(self.store), self.store.num_turns)
+        return interrupted
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Of what the recorded ids depend on."""
+        tokenizer = self.joiner.tokenizer
+        template = tokenizer.template.source if tokenizer.template else ""
+        return value_key([self.joiner.family.name, tokenizer.vocab_size, list(tokenizer.eos_ids), template])
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok", "sessions": len(self.store), "turns": self.store.num_turns})
@@ -201,12 +263,24 @@ class _Server:
             sampling=opening.sampling or self.sampling,
             metadata=opening.metadata,
         )
-        live = LiveSession(session, deadline_s=opening.deadline_s)
-        self.store.add(live)
+        self.store.check_free(session.id)
+        api_key = secrets.token_urlsafe(24)
+        deadline_at = None if opening.deadline_s is None else time.time() + opening.deadline_s
+        opened = Opened(
+            session_id=session.id,
+            key_digest=digest_key(api_key),
+            fingerprint=self.fingerprint,
+            opened_at=session.now.isoformat(),
+            deadline_at=deadline_at,
+            sampling=session.sampling,
+            metadata=session.metadata,
+        )
+        journal = self.state.create(opened) if self.state else None
+        self.store.add(LiveSession(session, key_digest=opened.key_digest, deadline_at=deadline_at, journal=journal))
         return _json(
             {
                 "session_id": session.id,
-                "api_key": live.api_key,
+                "api_key": api_key,
                 "base_url": f"{request.base_url}sessions/{session.id}/v1",
                 "model": self.model,
                 "sampling": session.sampling,
@@ -266,17 +340,10 @@ class _Server:
         chat = read_request(await request.body(), sampling=live.session.sampling, model=self.model)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         running = await live.start(chat, self.engine, is_retry=is_retry)
-        answer = ChatAnswer(rid=running.turn.request.rid, model=self.model, include_usage=chat.include_usage)
+        answer = ChatAnswer(rid=running.node.rid, model=self.model, include_usage=chat.include_usage)
         headers = _turn_headers(live, running, chat)
-        if chat.stream:
-            return _EventStream(running, answer, headers)
-        with running.attached():
-            node = await _unless_disconnected(request.receive, running.result())
-        if node is None:
-            return Response(status_code=499)  # nobody is there to read it
-        assert node.finish_reason is not None
-        body = answer.whole(node.message, node.finish_reason, _usage(running, node))
-        return Response(body, media_type=JSON, headers=headers)
+        kind = _EventStream if chat.stream else _Whole
+        return kind(live, running, answer, headers)
 
     def _session(self, request: Request, *, operator: bool = True) -> LiveSession:
         """The session in the path, for its own key, or (where `operator`) for the server's."""
@@ -302,10 +369,35 @@ class _Server:
         return self.api_key is not None and hmac.compare_digest(self.api_key.encode(), _token(request).encode())
 
 
+class _Whole:
+    """An answer in one body; the turn is given up when the client leaves."""
+
+    def __init__(self, live: LiveSession, running: Answer, answer: ChatAnswer, headers: dict[str, str]) -> None:
+        self._live = live
+        self._running = running
+        self._answer = answer
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._running.attached():
+            try:
+                node = await _unless_disconnected(receive, self._running.result())
+            except MilesError as error:
+                await _error_response(error)(scope, receive, send)
+                return
+            if node is None:
+                return  # nobody is there to read it
+            assert node.finish_reason is not None
+            body = self._answer.whole(node.message, node.finish_reason, _usage(self._running, node))
+            await Response(body, media_type=JSON, headers=self._headers)(scope, receive, send)
+            self._live.delivered(node)
+
+
 class _EventStream:
     """An answer in server-sent events; the turn is given up when the client leaves."""
 
-    def __init__(self, running: RunningTurn, answer: ChatAnswer, headers: dict[str, str]) -> None:
+    def __init__(self, live: LiveSession, running: Answer, answer: ChatAnswer, headers: dict[str, str]) -> None:
+        self._live = live
         self._running = running
         self._answer = answer
         self._headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -333,6 +425,7 @@ class _EventStream:
             return
         assert node.finish_reason is not None
         await write(self._answer.closing(node.finish_reason, _usage(self._running, node)), more=False)
+        self._live.delivered(node)
 
 
 class _Opening(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -368,11 +461,15 @@ def _answered(route: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Reque
         try:
             return await route(request)
         except MilesError as error:
-            problem = _as_request_error(error)
-            body = error_body(str(problem), status=problem.status, code=problem.code, param=problem.param)
-            return Response(body, status_code=problem.status, media_type=JSON)
+            return _error_response(error)
 
     return call
+
+
+def _error_response(error: MilesError) -> Response:
+    problem = _as_request_error(error)
+    body = error_body(str(problem), status=problem.status, code=problem.code, param=problem.param)
+    return Response(body, status_code=problem.status, media_type=JSON)
 
 
 def _as_request_error(error: MilesError) -> RequestError:
@@ -410,8 +507,8 @@ async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -
         watcher.cancel()
 
 
-def _turn_headers(live: LiveSession, running: RunningTurn, chat: ChatRequest) -> dict[str, str]:
-    node = running.turn.node
+def _turn_headers(live: LiveSession, running: Answer, chat: ChatRequest) -> dict[str, str]:
+    node = running.node
     headers = {
         "x-miles-turn": str(node.id),
         "x-miles-trajectory": f"{live.session.id}:{node.branch}",
@@ -420,9 +517,9 @@ def _turn_headers(live: LiveSession, running: RunningTurn, chat: ChatRequest) ->
     return {**headers, "x-miles-pinned": ",".join(chat.pinned)} if chat.pinned else headers
 
 
-def _usage(running: RunningTurn, node: Node) -> Usage:
+def _usage(running: Answer, node: Node) -> Usage:
     return Usage(
-        prompt_tokens=len(running.turn.request.input_ids),
+        prompt_tokens=node.num_ids - len(node.completion_ids),
         completion_tokens=len(node.completion_ids),
         cached_tokens=running.cached_tokens,
     )

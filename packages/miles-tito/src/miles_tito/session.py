@@ -95,8 +95,8 @@ class Session:
         self.max_context = max_context
         self.metadata = dict(metadata or {})
         self.discarded = 0
-        """Turns given up: the client left, the engine failed, or the session closed."""
-        self._now = now or datetime.now().astimezone()
+        """Turns given up: the client left, the engine failed, the session closed, or the server died."""
+        self.now = now or datetime.now().astimezone()
         self._tree = Tree()
 
     @property
@@ -111,7 +111,7 @@ class Session:
         variables: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Match normalized `messages` against what was recorded."""
-        setting = Setting(tools=tuple(tools), variables=dict(variables or {}), now=self._now)
+        setting = Setting(tools=tuple(tools), variables=dict(variables or {}), now=self.now)
         # Another list of tools stands at the top of the prompt: nothing recorded can be continued.
         seed = value_key([list(setting.tools), dict(setting.variables)])
         split = tuple(self._split_reasoning(message) for message in messages)
@@ -158,7 +158,7 @@ class Session:
             )
         budget = min(self.sampling.max_tokens, max_tokens or self.sampling.max_tokens, self.max_context - length)
         stops = (*self.sampling.stop, *stop)
-        new = self._tree.add(plan.match, len(plan.messages), prompt_ids)
+        new = self._tree.add(plan.match, len(plan.messages), prompt_ids, rid=rid)
         request = GenerateRequest(
             rid=rid,
             session_id=self.id,
@@ -196,6 +196,17 @@ class Session:
         """Give a running turn up; nothing of it is recorded but the count."""
         self._tree.discard(turn.node)
         self.discarded += 1
+
+    def restore(self, nodes: Sequence[Node], *, next_id: int, next_branch: int, discarded: int) -> None:
+        """Take over what an earlier session of this id recorded."""
+        for node in nodes:
+            node.replay = self._split_reasoning(node.message)
+        self._tree.restore(nodes, next_id=next_id, next_branch=next_branch)
+        self.discarded = discarded
+
+    def undelivered(self, plan: Plan) -> Node | None:
+        """The recorded reply to the request of `plan` that no client got, as after a crash, if there is one."""
+        return self._tree.undelivered(plan.match)
 
     def trajectories(self, picker: Picker = default_picker) -> tuple[Trajectory, ...]:
         """One trajectory a leaf. A turn that several leaves share is trained in the first of those picked."""

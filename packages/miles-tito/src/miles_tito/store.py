@@ -23,14 +23,21 @@ class SessionStore:
     def num_turns(self) -> int:
         return sum(live.session.num_turns for live in self._sessions.values())
 
-    def add(self, live: LiveSession) -> None:
-        if live.session.id in self._sessions:
+    def check_free(self, session_id: str) -> None:
+        """
+        Raises:
+            RequestError: a session of this id is open.
+        """
+        if session_id in self._sessions:
             raise RequestError(
-                f"Session {live.session.id!r} is open already; close it first or choose another id.",
+                f"Session {session_id!r} is open already; close it first or choose another id.",
                 status=409,
                 code="session_exists",
                 param="session_id",
             )
+
+    def add(self, live: LiveSession) -> None:
+        self.check_free(live.session.id)
         self._sessions[live.session.id] = live
 
     def get(self, session_id: str) -> LiveSession:
@@ -48,16 +55,20 @@ class SessionStore:
         live = self._sessions.pop(session_id, None)
         if live:
             await live.close("The session was closed.")
+            if live.journal:
+                live.journal.remove()
 
-    async def clear(self) -> None:
-        for session_id in list(self._sessions):
-            await self.remove(session_id)
+    async def shut_down(self) -> None:
+        """Give up what runs; sessions with a journal can be restored."""
+        for live in self._sessions.values():
+            await live.close("The session server shuts down.")
+        self._sessions.clear()
 
     async def sweep(self) -> None:
         """One round of ending what is due."""
         now = time.monotonic()
         for session_id, live in list(self._sessions.items()):
-            if live.deadline is not None and now >= live.deadline and not live.expired:
+            if live.is_due and not live.expired:
                 await live.close("The deadline of this session has passed.")
             if not live.is_busy and now - live.last_used >= self._idle_timeout_s:
                 await self.remove(session_id)

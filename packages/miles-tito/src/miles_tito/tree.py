@@ -22,12 +22,16 @@ class Node:
     """One turn: the ids put in front of it, and, once committed, the ids sampled."""
 
     id: int
+    rid: str
+    """Names the turn's call at the engine."""
     parent: Node | None
     branch: int
     """The first turn behind a node goes on with its branch; every other one opens a new one."""
     kind: TrajectoryKind
     path: bytes
     """Digest of all messages up to this turn, its reply excluded until it is committed."""
+    asked: bytes
+    """Digest of the request: all messages up to this turn and what else stands in its prompt."""
     num_messages: int
     prompt_ids: np.ndarray
     """[P] int32, behind the parent's ids: the close token if it was missing, new messages, the turn's opening."""
@@ -43,6 +47,8 @@ class Node:
     """The reply as the client got it."""
     replay: Message = field(default_factory=Message)
     """The reply as a client's repetition of it is read."""
+    is_delivered: bool = False
+    """Whether the client got the whole reply."""
     num_ids: int = 0
     """Ids up to the end of this turn."""
     children: list[Node] = field(default_factory=list["Node"])
@@ -97,7 +103,7 @@ class Tree:
                 return Match(best, count, paths[-1])
         return Match(None, 0, paths[-1])
 
-    def add(self, match: Match, num_messages: int, prompt_ids: np.ndarray) -> Node:
+    def add(self, match: Match, num_messages: int, prompt_ids: np.ndarray, *, rid: str) -> Node:
         """A running turn behind `match`."""
         parent = match.node
         goes_on = not parent.children if parent else not self.nodes
@@ -108,10 +114,12 @@ class Tree:
             self._next_branch += 1
         node = Node(
             id=self._next_id,
+            rid=rid,
             parent=parent,
             branch=branch,
             kind=kind,
             path=match.path,
+            asked=match.path,
             num_messages=num_messages,
             prompt_ids=prompt_ids,
             num_ids=(parent.num_ids if parent else 0) + len(prompt_ids),
@@ -121,6 +129,22 @@ class Tree:
         if parent:
             parent.children.append(node)
         return node
+
+    def restore(self, nodes: Sequence[Node], *, next_id: int, next_branch: int) -> None:
+        """Take over recorded turns, by id, into an empty tree."""
+        assert not self.nodes, f"this tree has {len(self.nodes)} turns already"
+        for node in nodes:
+            self.nodes.append(node)
+            self._by_path.setdefault(node.path, []).append(node)
+            if node.parent:
+                node.parent.children.append(node)
+        self._next_id, self._next_branch = next_id, next_branch
+
+    def undelivered(self, match: Match) -> Node | None:
+        """The recorded reply to the same request that no client got, if there is one."""
+        siblings = match.node.children if match.node else [node for node in self.nodes if node.parent is None]
+        lost = (n for n in siblings if n.is_done and n.asked == match.path and not (n.is_delivered or n.children))
+        return next(lost, None)
 
     def commit(self, node: Node, replay: Message) -> None:
         """Make a turn, whose result is filled in, one that others can continue."""

@@ -130,14 +130,16 @@ def _pack(cls: type[Any], payload: Any, *, many: bool) -> bytes:
                 "process; send `dataclasses.replace(ref, handle=None)`."
             )
     try:
-        return msgspec.msgpack.encode([_MAGIC, SCHEMA_VERSION, cls.__name__, many, payload], enc_hook=_encode_other)
+        return msgspec.msgpack.encode(
+            [_MAGIC, SCHEMA_VERSION, cls.__name__, many, payload], enc_hook=array_to_extension
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"A {cls.__name__} cannot be encoded: {error}") from error
 
 
 def _unpack(data: bytes | memoryview, cls: type[Any], *, many: bool) -> Any:
     try:
-        envelope = msgspec.msgpack.decode(data, ext_hook=_decode_array)
+        envelope = msgspec.msgpack.decode(data, ext_hook=array_from_extension)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{len(data)} bytes are no whole record, torn or damaged: {error}.") from error
     parts = cast("list[Any]", envelope) if isinstance(envelope, list) else []
@@ -160,7 +162,8 @@ def _check_version(version: Any) -> None:
         raise WireError(f"Written with wire schema {version!r}; this miles-tito reads {SCHEMA_VERSION}: {hint}.")
 
 
-def _encode_other(value: Any) -> Any:
+def array_to_extension(value: Any) -> Any:
+    """msgspec's `enc_hook` for arrays and numpy scalars."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray", value)
         if array.dtype.hasobject:
@@ -179,7 +182,8 @@ def _plain_scalar(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} is not plain data: {value!r:.80}.")
 
 
-def _decode_array(code: int, data: memoryview) -> np.ndarray:
+def array_from_extension(code: int, data: memoryview) -> np.ndarray:
+    """msgspec's `ext_hook` for what `array_to_extension` wrote."""
     if code != _ARRAY:
         raise WireError(f"Unknown msgpack extension {code}; this miles-tito knows {_ARRAY} (array).")
     try:
