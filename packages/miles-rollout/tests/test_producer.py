@@ -297,11 +297,13 @@ def test_a_resumed_producer_finishes_what_was_open_before_it_issues_anything_new
         (batch,) = await train(buffer, 1)
         assert batch == ["g000006", "g000007", "g000008"], "in the order of their issue"
         await asyncio.sleep(0.5)
-        assert [(group, runs.attempts[group]) for _, group, _ in runs.started] == [("g000008", 2), ("g000017", 0)]
-        assert [(e.group_id, e.drawn) for e in events if e.fate is Fate.IN_FLIGHT] == [("g000017", 1)]
+        started = [(group, runs.attempts[group]) for _, group, _ in runs.started]
+        assert started == [("g000008", 2), ("g000017", 0), ("g000018", 0), ("g000019", 0)]
+        issued = [(e.group_id, e.drawn) for e in events if e.fate is Fate.IN_FLIGHT]
+        assert issued == [("g000017", 1), ("g000018", 2), ("g000019", 3)]
         await stop(producer)
         buffer.close()
-        assert "in flight 0: 0 lost, 0 twice (groups: 10 = 9 + 0 + 0 + 0 + 1)" in buffer.proof()
+        assert "in flight 0: 0 lost, 0 twice (groups: 12 = 9 + 0 + 0 + 0 + 3)" in buffer.proof()
 
     run_virtual(main())
 
