@@ -17,7 +17,7 @@ from miles_rollout import (
     GroupBuffer,
 )
 from miles_tito import Prompt
-from scripted_rollout import make_config, make_ref, now, run_virtual
+from scripted_rollout import make_config, make_fan_out_ref, make_ref, now, run_virtual
 
 
 async def issue(buffer: GroupBuffer, *group_ids: str) -> None:
@@ -125,7 +125,7 @@ def test_the_oldest_groups_are_taken_first() -> None:
 
 def test_staleness_counts_from_the_oldest_token_of_any_sibling() -> None:
     async def main() -> None:
-        buffer = GroupBuffer(make_config(max_staleness=1), version=5)
+        buffer = GroupBuffer(make_config(max_staleness=1, put_policy="drop"), version=5)
         await issue(buffer, "a", "b")
         assert buffer.put(make_ref("a", versions=[5, 4])) is Fate.BUFFERED
         assert buffer.put(make_ref("b", versions=[5, 3])) is Fate.STALE
@@ -163,6 +163,7 @@ def test_retry_runs_the_prompt_of_a_stale_group_again() -> None:
         await issue(buffer, "a")
         buffer.set_version(1)
         assert buffer.put(make_ref("a")) is Fate.STALE
+        assert events[-1].runs_again
         retry = buffer.next_retry()
         assert retry is not None
         assert (retry.prompt.id, retry.retry_of) == ("p-a", "a")
@@ -188,7 +189,7 @@ def test_keep_trains_a_group_of_any_age() -> None:
 
 def test_s02_mask_keeps_the_fresh_siblings_of_a_stale_episode() -> None:
     async def main() -> None:
-        config = make_config(group_size=4, groups_per_step=1, max_staleness=1, put_policy="mask", take_policy="mask")
+        config = make_config(group_size=4, groups_per_step=1, max_staleness=1)  # mask is the default
         buffer = GroupBuffer(config, version=5)
         await issue(buffer, "a", "b")
         assert buffer.put(make_ref("a", [0.0, 1.0, 1.0, 1.0], versions=[2, 5, 5, 4])) is Fate.BUFFERED
@@ -439,6 +440,44 @@ def test_a_filter_that_raises_ends_the_buffer_with_its_error() -> None:
         with pytest.raises(KeyError, match="no such label"):
             await taking
         assert buffer.fate("a") is Fate.ABORTED
+
+    run_virtual(main())
+
+
+def test_d03_groups_sampled_over_need_stay_in_the_buffer_for_the_next_steps() -> None:
+    async def main() -> None:
+        config = make_config(max_staleness=1, oversampling=2.0, stragglers="overtake")
+        buffer = GroupBuffer(config)
+        await admitted(buffer, *"01234567")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(buffer.acquire(), timeout=1000)
+        for version, batch in ((1, ["0", "1"]), (2, ["2", "3"])):
+            taken = await buffer.take()
+            assert [ref.id for ref in taken] == batch
+            buffer.set_version(version)
+            buffer.release(taken)
+        await admitted(buffer, "8", "9", versions=2)
+        assert [ref.id for ref in await buffer.take()] == ["8", "9"], "the others have become too old meanwhile"
+        assert buffer.metrics()["buffer/discarded/stale"] == 4
+
+    run_virtual(main())
+
+
+def test_a_group_whose_episodes_have_many_trajectories_is_judged_by_episode() -> None:
+    """S04: sub-agents and compactions fan an episode out; policies, filters and budgets still count episodes."""
+
+    async def main() -> None:
+        config = make_config(group_size=3, groups_per_step=1, max_staleness=2)
+        buffer = GroupBuffer(config, version=4)
+        await issue(buffer, "a", "b", "c")
+        one_old = make_fan_out_ref("a", {0.0: [4, 4], 1.0: [4, 1, 4], 0.5: [4]})
+        assert buffer.put(one_old) is Fate.BUFFERED
+        (ref,) = await buffer.take()
+        assert ref.metadata[MASKED_EPISODES] == ("a/1",), "one old trajectory makes its episode stale, no other"
+        assert buffer.metrics()["buffer/staleness_max"] == 0
+        assert buffer.put(make_fan_out_ref("b", {0.0: [1, 4], 1.0: [4, 1], 0.5: [1]})) is Fate.STALE
+        alike = make_fan_out_ref("c", {1.0: [4, 4, 4]}, failed=2)
+        assert buffer.put(alike) is Fate.FAILED, "three trajectories, but one rewarded episode"
 
     run_virtual(main())
 
