@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,6 +117,26 @@ def make_group(
 
 def make_ref(group_id: str, rewards: Sequence[float | None] = (0.0, 1.0), **fields: Any) -> GroupRef:
     return summarize(make_group(group_id, rewards, **fields))
+
+
+def make_fan_out_ref(
+    group_id: str, versions: Mapping[float, Sequence[int]], *, failed: int = 0, finish: FinishReason = FinishReason.STOP
+) -> GroupRef:
+    """A group in which the episode with each reward made one trajectory for each version; `failed` more made none."""
+    group = make_group(group_id, [*versions, *[None] * failed], finish=finish)
+    fanned = [
+        replace(
+            episode,
+            trajectories=tuple(
+                trajectory(f"{episode.id}.{i}", version=version, length=3 + i, finish=finish)
+                for i, version in enumerate(versions[episode.reward])
+            ),
+        )
+        if episode.reward is not None
+        else episode
+        for episode in group.episodes
+    ]
+    return summarize(replace(group, episodes=tuple(fanned)))
 
 
 def make_prompts(count: int) -> list[Prompt]:

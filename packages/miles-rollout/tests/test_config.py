@@ -25,6 +25,11 @@ from pydantic import TypeAdapter, ValidationError
         ({"min_failures": 300}, "`min_failures` is 300 but `failure_window` holds only 256"),
         ({"min_rewards": 9}, "`min_rewards` is 9 but `group_size` is 8"),
         ({"stragglers": "leave"}, "`stragglers` is 'leave'"),
+        ({"retry_backoff_s": -1.0}, "`retry_backoff_s` is -1.0"),
+        ({"partial": "drop"}, "`partial` is 'drop'; it is 'train' or 'mask'"),
+        ({"oversampling": 0.5}, "`oversampling` is 0.5; it is a factor of at least 1"),
+        ({"oversampling": float("inf")}, "`oversampling` is inf"),
+        ({"oversampling": 1.5}, 'Set `stragglers = "overtake"`'),
         ({"advantage": "grppo"}, r"No advantage is called 'grppo'. Did you mean 'grpo'\?"),
         ({"filter": "nonzero"}, "No filter is called 'nonzero'"),
         ({"take_policy": "dropp"}, r"No stale policy is called 'dropp'. Did you mean 'drop'\?"),
@@ -40,6 +45,11 @@ def test_a_setting_that_cannot_work_is_refused_with_its_value(settings: dict[str
 def test_groups_of_one_need_no_filter_and_a_batch_baseline() -> None:
     config = RolloutConfig(group_size=1, filter="no_filter", advantage="reinforce_pp")
     assert config.required_rewards == 1
+
+
+def test_oversampling_multiplies_the_credits_and_nothing_else() -> None:
+    config = RolloutConfig(groups_per_step=3, max_staleness=1, oversampling=1.25, stragglers="overtake")
+    assert (config.num_credits, config.groups_per_step) == (8, 3)
 
 
 def test_an_import_string_is_a_valid_choice_and_is_not_imported_yet() -> None:

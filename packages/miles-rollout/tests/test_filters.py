@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from miles_rollout import compose, no_filter, no_truncated, nonzero_spread
 from miles_tito import FinishReason
-from scripted_rollout import make_ref
+from scripted_rollout import make_fan_out_ref, make_ref
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,10 @@ def test_composed_filters_give_the_first_reason() -> None:
     assert both(make_ref("g", [1.0, 1.0], finish=FinishReason.LENGTH)) == "truncated"
     assert both(make_ref("g", [1.0, 1.0])) == "zero_spread"
     assert both(make_ref("g", [0.0, 1.0])) is None
+
+
+def test_s04_filters_judge_episodes_however_many_trajectories_they_made() -> None:
+    fanned = make_fan_out_ref("g", {0.0: [0, 0, 0], 1.0: [0]})
+    assert (nonzero_spread(fanned), no_truncated(fanned), no_filter(fanned)) == (None, None, None)
+    assert nonzero_spread(make_fan_out_ref("g", {1.0: [0, 0]}, failed=1)) == "zero_spread"
+    assert no_truncated(make_fan_out_ref("g", {0.0: [0, 0], 1.0: [0]}, finish=FinishReason.LENGTH)) == "truncated"

@@ -150,7 +150,9 @@ def test_the_gate_holds_new_groups_back_while_running_ones_finish() -> None:
 def test_the_prompt_of_a_stale_group_comes_before_new_prompts() -> None:
     async def main() -> None:
         events: list[FateEvent] = []
-        config = make_config(groups_per_step=1, max_staleness=1, put_policy="retry", take_policy="retry")
+        config = make_config(
+            groups_per_step=1, max_staleness=1, stragglers="overtake", put_policy="retry", take_policy="retry"
+        )
         buffer = GroupBuffer(config, observer=events.append)
         runs = ScriptedRuns(buffer, seconds=lambda number: 6.5 if number == 0 else 1.0)
         stream = PromptStream(make_prompts(99), shuffle=False)

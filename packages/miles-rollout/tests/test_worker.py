@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from miles_rollout import RolloutConfigError, Worker
-from miles_tito import Ctx, EngineError, EpisodeResult, FinishReason, Outcome, Policy, Prompt, Sampling
+from miles_tito import Ctx, EngineError, EpisodeResult, FinishReason, Outcome, Policy, Prompt, Sampling, VersionSpan
 from scripted_rollout import (
     ScriptedEnv,
     ScriptedSessions,
@@ -238,6 +240,49 @@ def test_infrastructure_failures_are_retried_as_attempts_of_the_same_episode() -
         assert (episode.id, episode.attempt, episode.reward) == ("g/0", 5, 1)
         assert sessions.closed == ["g-0.3", "g-0.4", "g-0.5"]
         assert worker.metrics()["worker/retried"] == 2
+
+    run_virtual(main())
+
+
+def test_attempts_wait_longer_each_time_and_hold_no_permit_meanwhile() -> None:
+    async def main() -> None:
+        began: dict[str, list[float]] = {"broken": [], "sound": []}
+
+        async def play(prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
+            began[prompt.id].append(now())
+            if prompt.id == "broken":
+                raise ConnectionError("engine restarts")
+            return graded()
+
+        worker = make_worker(ScriptedEnv(play), ScriptedSessions(), permits=1, retries=8, backoff_s=2.0)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(worker.run_group(Prompt(id="broken"), group_id="a", group_size=1))
+            tasks.create_task(worker.run_group(Prompt(id="sound"), group_id="b", group_size=1))
+        assert began["sound"] == [0.0], "it ran while the other one waited"
+        waits = [later - earlier for earlier, later in pairwise(began["broken"])]
+        for wait, expected in zip(waits, [2, 4, 8, 16, 32, 60, 60, 60], strict=True):
+            assert 0.75 * expected <= wait <= 1.25 * expected
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("partial", "mask", "oldest"), [("train", "01111111", 3), ("mask", "00001111", 4)])
+def test_t01_tokens_from_before_a_weight_update_are_trained_or_only_read(partial: Any, mask: str, oldest: int) -> None:
+    async def main() -> None:
+        async def play(prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
+            return graded()
+
+        sessions = ScriptedSessions()
+        spans = (VersionSpan(start=1, end=4, version=3), VersionSpan(start=4, end=8, version=4))
+        sessions.recorded = lambda session_id, version: (replace(trajectory(session_id, length=8), versions=spans),)
+        worker = make_worker(ScriptedEnv(play), sessions, partial=partial)
+        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        (recorded,) = episode.trajectories
+        assert "".join(str(int(trained)) for trained in recorded.loss_mask) == mask
+        assert episode.oldest_version == oldest
+        assert episode.loss_denominator == mask.count("1")
+        assert recorded.versions == spans, "what really happened stays on record"
+        assert (recorded.logprobs[1:] == -0.5).all()
 
     run_virtual(main())
 

@@ -27,10 +27,14 @@ class RolloutConfig:
     """Groups in one optimizer batch; every batch has exactly this many."""
     max_staleness: int = 1
     """Versions that a trained token may be behind the weights it trains; 0 is synchronous training."""
-    stragglers: Literal["overtake", "wait"] = "overtake"
-    """What a batch does about groups that still run. `overtake` takes whatever is finished: fastest, but episodes
-    that outlast `max_staleness` steps meet `take_policy`. `wait` holds a batch back as long as a group would become
-    too old by it: nothing is lost to age, and long episodes stay in the data."""
+    stragglers: Literal["overtake", "wait"] = "wait"
+    """What a batch does about groups that still run. `wait` holds a batch back as long as a group would become too
+    old by it: nothing is lost to age, and long episodes stay in the data. `overtake` takes whatever is finished:
+    faster where episodes outlast steps, but those that outlast `max_staleness` steps meet `take_policy`."""
+    oversampling: float = 1.0
+    """Groups in the making, as a multiple of the `(max_staleness + 1) * groups_per_step` that can be trained in time.
+    Above 1 a batch fills sooner, from the groups that finish first; the others stay in the buffer and meet
+    `take_policy` when they are too old. Needs `stragglers = "overtake"`."""
     max_concurrent_episodes: int = 256
     """Episodes that run at once, over all workers."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -41,15 +45,20 @@ class RolloutConfig:
     """Time after the deadline for the environment to end by itself; then it is cancelled."""
     retries: int = 1
     """Further attempts of an episode that ended with an infrastructure failure."""
+    retry_backoff_s: float = 1.0
+    """Wait before the first further attempt of an episode, give or take a quarter; doubles with each, up to 60 s."""
+    partial: Literal["train", "mask"] = "train"
+    """Tokens of a trajectory that were sampled before its newest weights came. `train` trains them like the others,
+    `mask` keeps them as context only, so that every trajectory is trained on tokens of one version."""
     min_rewards: int | None = None
     """Rewarded episodes that a group needs, else it has failed. By default 2, or 1 where `group_size` is 1."""
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, or an import string."""
     filter: str = "nonzero_spread"
     """nonzero_spread, no_truncated, no_filter, or an import string."""
-    put_policy: str = "drop"
+    put_policy: str = "mask"
     """For groups that are too old when they finish: keep, drop, retry, mask, or an import string."""
-    take_policy: str = "drop"
+    take_policy: str = "mask"
     """For groups that are too old when a batch is made: keep, drop, retry, mask, or an import string."""
     max_empty_batches: int = 8
     """Batches' worth of discarded groups in a row after which the run stops with advice."""
@@ -63,7 +72,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("group_size", "groups_per_step", "max_concurrent_episodes", "max_empty_batches"):
             self._at_least(name, 1)
-        for name in ("max_staleness", "retries", "deadline_grace_s"):
+        for name in ("max_staleness", "retries", "deadline_grace_s", "retry_backoff_s"):
             self._at_least(name, 0)
         self._at_least("failure_window", 1)
         self._at_least("min_failures", 1)
@@ -83,6 +92,9 @@ class RolloutConfig:
             )
         if self.stragglers not in ("overtake", "wait"):
             raise RolloutConfigError(f"`stragglers` is {self.stragglers!r}; it is 'overtake' or 'wait'.")
+        if self.partial not in ("train", "mask"):
+            raise RolloutConfigError(f"`partial` is {self.partial!r}; it is 'train' or 'mask'.")
+        self._check_oversampling()
         check_name(self.advantage, ADVANTAGES, kind="advantage")
         check_name(self.filter, FILTERS, kind="filter")
         check_name(self.put_policy, POLICIES, kind="stale policy")
@@ -91,8 +103,8 @@ class RolloutConfig:
 
     @property
     def num_credits(self) -> int:
-        """Groups that may be open at once, so that none is issued more than `max_staleness` steps ahead."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        """Groups that may be open at once; without oversampling none is issued over `max_staleness` steps ahead."""
+        return math.ceil((self.max_staleness + 1) * self.groups_per_step * self.oversampling)
 
     @property
     def required_rewards(self) -> int:
@@ -103,6 +115,15 @@ class RolloutConfig:
         value = getattr(self, name)
         if not value >= least:
             raise RolloutConfigError(f"`{name}` is {value}; it must be at least {least}.")
+
+    def _check_oversampling(self) -> None:
+        if not 1 <= self.oversampling < math.inf:
+            raise RolloutConfigError(f"`oversampling` is {self.oversampling}; it is a factor of at least 1.")
+        if self.oversampling > 1 and self.stragglers == "wait":
+            raise RolloutConfigError(
+                f"`oversampling` is {self.oversampling} but `stragglers` is 'wait', which trains every group in time "
+                'and so has no use for more than can be trained. Set `stragglers = "overtake"`, or leave it at 1.'
+            )
 
     def _check_group_size(self) -> None:
         if not 1 <= self.required_rewards <= self.group_size:

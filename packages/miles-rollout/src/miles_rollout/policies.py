@@ -1,4 +1,4 @@
-"""What to do with a group that is older than `max_staleness`: keep, drop, retry, or mask its stale episodes."""
+"""What becomes of a group that is too old (keep, drop, retry, mask) or that has failed episodes (keep, drop, retry)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ MASKED_EPISODES = "masked_episodes"
 
 
 class Verdict(StrEnum):
-    """What a stale policy decides about one group."""
+    """What a policy decides about one group."""
 
     KEEP = "keep"
     DROP = "drop"
     """Discard the group; its prompt comes again with the next epoch."""
     RETRY = "retry"
-    """Discard the group and run its prompt again as a new group."""
+    """Discard the group and run its prompt again as a new group, at most `group_retries` times."""
     MASK = "mask"
     """Keep the group, train only its fresh episodes; the stale ones keep their place in the baseline."""
+
+
+class FailurePolicy(Protocol):
+    """Decides about one finished group with at least one failed episode: keep, drop or retry."""
+
+    def __call__(self, ref: GroupRef, *, required_rewards: int) -> Verdict: ...
 
 
 class StalePolicy(Protocol):
@@ -80,5 +86,25 @@ def rest_can_wait(versions: Sequence[int], *, version: int, max_staleness: int, 
     return all(index // groups_per_step < left for index, left in enumerate(steps_left))
 
 
+def keep_rest(ref: GroupRef, *, required_rewards: int) -> Verdict:
+    """Train the episodes that have a reward, if there are enough of them; else discard the group."""
+    return Verdict.KEEP if ref.num_rewarded >= required_rewards else Verdict.DROP
+
+
+def drop_incomplete(ref: GroupRef, *, required_rewards: int) -> Verdict:
+    """Discard a group that lost any of its episodes, so that every baseline has all its siblings."""
+    return Verdict.DROP
+
+
+def retry_group(ref: GroupRef, *, required_rewards: int) -> Verdict:
+    """Train the episodes that have a reward, if there are enough of them; else run the prompt again."""
+    return Verdict.KEEP if ref.num_rewarded >= required_rewards else Verdict.RETRY
+
+
 POLICIES: Mapping[str, StalePolicy] = MappingProxyType({"keep": keep, "drop": drop, "retry": retry, "mask": mask})
-"""The built-in policies by name."""
+"""The built-in stale policies by name."""
+
+FAILURE_POLICIES: Mapping[str, FailurePolicy] = MappingProxyType(
+    {"keep": keep_rest, "drop": drop_incomplete, "retry": retry_group}
+)
+"""The built-in failure policies by name."""

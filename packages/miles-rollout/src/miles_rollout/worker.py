@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from miles_tito import (
     Ctx,
@@ -32,6 +33,7 @@ from miles_tito import (
     Trajectory,
     summarize,
 )
+from miles_tito.export import mask_older_versions
 
 from .config import RolloutConfig
 from .errors import RolloutConfigError
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 UNWIND_S = 2.0
 """Seconds that a cancelled environment and a session that is being closed get before they are left behind."""
+LONGEST_BACKOFF_S = 60.0
+"""The wait between two attempts of an episode grows up to this."""
 
 
 class Sessions(Protocol):
@@ -73,12 +77,16 @@ class Worker:
         permits: asyncio.Semaphore | int,
         grace_s: float = 5.0,
         retries: int = 1,
+        backoff_s: float = 0.0,
+        partial: Literal["train", "mask"] = "train",
     ) -> None:
         """
         Args:
             permits: episodes that run at once; share one semaphore between workers of a process, or give a number.
             grace_s: time after the deadline for the environment to end by itself.
             retries: further attempts of an episode that ended with an infrastructure failure.
+            backoff_s: wait before the first of them; doubles with each. No permit is held meanwhile.
+            partial: whether tokens older than the newest weights of their trajectory are trained.
         """
         self._env = env
         self._sessions = sessions
@@ -88,6 +96,8 @@ class Worker:
         self._permits = asyncio.Semaphore(permits) if isinstance(permits, int) else permits
         self._grace_s = grace_s
         self._retries = retries
+        self._backoff_s = backoff_s
+        self._partial = partial
         self._abandoned: set[asyncio.Task[EpisodeResult]] = set()
         """Environments that swallowed their cancellation; the references keep them from vanishing unseen."""
         self._num_running = 0
@@ -112,6 +122,8 @@ class Worker:
             permits=config.max_concurrent_episodes // num_workers,
             grace_s=config.deadline_grace_s,
             retries=config.retries,
+            backoff_s=config.retry_backoff_s,
+            partial=config.partial,
         )
 
     async def run_group(
@@ -180,6 +192,7 @@ class Worker:
                 return episode
             self._num_retried += 1
             logger.warning("episode %s attempt %d failed and is retried: %s", episode.id, attempt, episode.error)
+            await asyncio.sleep(_backoff_s(self._backoff_s, ctx, number=attempt - first_attempt))
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Episode:
@@ -200,6 +213,8 @@ class Worker:
             if result.outcome.has_reward:
                 recorded = await self._sessions.trajectories(session_id)
                 trajectories = tuple(t for t in recorded if t.finish_reason is not FinishReason.ABORT)
+                if self._partial == "mask":
+                    trajectories = tuple(map(mask_older_versions, trajectories))
                 result = _check_recorded(result, num_recorded=len(recorded), trajectories=trajectories)
         except Exception as error:  # the one boundary where a failed episode becomes data
             result = _infra_abort(f"{type(error).__name__}: {error}")
@@ -282,6 +297,12 @@ class Worker:
                 await self._sessions.close(session_id)
         except Exception as error:  # the session server forgets it at its own deadline
             logger.warning("session %s was not closed: %s: %s", session_id, type(error).__name__, error)
+
+
+def _backoff_s(base_s: float, ctx: Ctx, *, number: int) -> float:
+    """Seconds before the retry after attempt `number`; spread, so that siblings do not come back as one crowd."""
+    spread = random.Random(f"{ctx.episode_id}.{ctx.attempt}").uniform(0.75, 1.25)  # by id: a replay waits the same
+    return min(base_s * 2**number, LONGEST_BACKOFF_S) * spread
 
 
 def _verdict(task: asyncio.Task[EpisodeResult]) -> EpisodeResult:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from .errors import SampleError
-from .records import Episode, Sample
+from .records import Episode, Sample, Trajectory
 
 
 def to_samples(episode: Episode, advantage: float | Mapping[str, np.ndarray]) -> list[Sample]:
@@ -56,3 +57,19 @@ def to_samples(episode: Episode, advantage: float | Mapping[str, np.ndarray]) ->
         )
         for t in trained
     ]
+
+
+def mask_older_versions(trajectory: Trajectory) -> Trajectory:
+    """Train only the tokens that the newest weights sampled; those of older ones stay as context.
+
+    For a trajectory that went on while the weights changed under it: what is left was sampled by one version, and the
+    staleness of the trajectory is that version's.
+    """
+    newest = trajectory.newest_version
+    if newest is None or newest == trajectory.oldest_version:
+        return trajectory
+    mask = np.zeros_like(trajectory.loss_mask)
+    for span in trajectory.versions:
+        if span.version == newest:
+            mask[span.start : span.end] = trajectory.loss_mask[span.start : span.end]
+    return replace(trajectory, loss_mask=mask)

@@ -235,7 +235,13 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        return min((span.version for span in self.versions), default=None)
+        """Of the tokens to be trained: one that only serves as context makes nothing stale."""
+        return min((s.version for s in self.versions if self.loss_mask[s.start : s.end].any()), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """Of the tokens to be trained."""
+        return max((s.version for s in self.versions if self.loss_mask[s.start : s.end].any()), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,11 @@ class GroupRef:
         return tuple(episode.reward for episode in self.episodes)
 
     @property
+    def num_rewarded(self) -> int:
+        """Siblings that have a reward."""
+        return sum(episode.reward is not None for episode in self.episodes)
+
+    @property
     def oldest_version(self) -> int | None:
         return min((e.oldest_version for e in self.episodes if e.oldest_version is not None), default=None)
 
@@ -86,7 +91,7 @@ def _episode(episode: Episode) -> EpisodeSummary:
                 num_tokens=len(t.tokens),
                 num_loss_tokens=t.num_loss_tokens,
                 oldest_version=t.oldest_version,
-                newest_version=max((s.version for s in t.versions), default=None),
+                newest_version=t.newest_version,
                 finish_reason=str(t.finish_reason),
             )
             for t in episode.trajectories
