@@ -1,20 +1,25 @@
 """Exact joins: new messages behind stored ids, never a second encoding of what is already there.
 
-An assistant turn ends with a token of its own (the family's `close`). What a template writes after that token is
-encoded alone, behind the stored ids:
+What a template writes after an assistant turn is encoded alone, behind the stored ids:
 
     stored ids … <close> │ \\n<|im_start|>user\\n … <|im_end|>\\n<|im_start|>assistant\\n │ next turn is sampled here
-                         └─ rendered behind a stand-in conversation, cut at its close token
+                         └─ rendered behind a stand-in conversation, cut where its assistant turn ends
+
+The stand-in has the tool calls of the stored turn, since templates name results after them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from .errors import TemplateError
@@ -24,7 +29,6 @@ from .tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
 
-_REPLY = "qzReplyStandInzq"
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -33,6 +37,7 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
+_USER: Message = {"role": "user", "content": "q"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,93 +55,229 @@ class Joiner:
     """Prompt ids of one tokenizer and family."""
 
     def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
-        close_id = tokenizer.token_id(family.close)
-        if close_id is None or not tokenizer.is_added(family.close):
-            raise TemplateError(
-                f"Family {family.name} ends a turn with {family.close!r}, which is no added token of {tokenizer.name}; "
-                "choose the family of this model."
-            )
-        self.tokenizer = tokenizer
+        for token in (family.close,) if family.close else family.openers:
+            if not tokenizer.is_added(token):
+                raise TemplateError(
+                    f"Family {family.name} ends a turn with {token!r}, which is no added token of {tokenizer.name}; "
+                    "choose the family of this model."
+                )
+        self.tokenizer = (
+            tokenizer if tokenizer.template or not family.template else tokenizer.with_template(family.template)
+        )
         self.family = family
-        self.close_id = close_id
-        self.stop_ids = tuple(sorted({close_id, *tokenizer.eos_ids}))
+        self.close_id = tokenizer.token_id(family.close)
+        """The token that ends a turn; None where the next message's opening does."""
+        ends = {i for token in family.ends if (i := tokenizer.token_id(token)) is not None}
+        self.stop_ids = tuple(sorted({*ends, *tokenizer.eos_ids}))
         """Ids that end a turn, for the engine."""
+        self._ends = ends
+        self._reply = f"qz{secrets.randbelow(10**24):024d}zq"  # no message can hold it
 
     def start(self, messages: Sequence[Message], setting: Setting) -> np.ndarray:
         """[N] int32 ids of a whole conversation, ready for the assistant's turn."""
         self._check_tools(messages, setting)
-        return self.tokenizer.encode_guarded(self._render(messages, setting, setting.tools))
+        return self.tokenizer.encode_guarded(self.render(messages, setting))
 
-    def extend(self, messages: Sequence[Message], setting: Setting, *, closed: bool) -> np.ndarray:
+    def extend(
+        self,
+        messages: Sequence[Message],
+        setting: Setting,
+        *,
+        last: int | None = None,
+        reply: Message | None = None,
+    ) -> np.ndarray:
         """[N] int32 ids to put behind an assistant turn: `messages` and the next turn's opening.
 
         Args:
-            closed: whether the stored ids end with the close token. If not, as after a truncation, it comes first.
+            last: the last stored id. Where it does not end the turn, as after a truncation, the close token comes
+                first. None: nothing ended it.
+            reply: the stored turn, whose tool calls `messages` answer.
         """
         self._check_tools(messages, setting)
         tools = setting.tools if self._tools_matter else ()
-        text = self._after_reply(messages, setting, tools)
+        text = self._after_reply(messages, setting, tools, reply)
         # Encoded behind the real close token: some tokens swallow the whitespace that follows them.
-        ids = self.tokenizer.encode_guarded(self.family.close + text)
+        ids = self.tokenizer.encode_guarded(text)
+        if self.close_id is None:
+            return ids[1:] if last == ids[0] else ids
         assert ids[0] == self.close_id, f"{self.family.close!r} is an added token, so it is encoded as itself"
-        return ids[1:] if closed else ids
+        return ids[1:] if last == self.close_id or last in self._ends else ids
 
-    def opens_reasoning(self, setting: Setting) -> bool:
-        """Whether the template itself writes the opening reasoning mark, so that a sampled turn starts inside it."""
+    @property
+    def turn_ends(self) -> tuple[str, ...]:
+        """What the template writes at the end of an assistant turn: its close token, or what opens a message."""
+        return (self.family.close,) if self.family.close else self.family.openers
+
+    def render(
+        self, messages: Sequence[Message], setting: Setting | None = None, *, generation_prompt: bool = True
+    ) -> str:
+        """Guarded text of a whole conversation, for `Tokenizer.encode_guarded`."""
+        setting = setting or Setting()
+        return self._render(self._arrange(messages), setting, setting.tools, generation_prompt=generation_prompt)
+
+    def opens_reasoning(self, prompt_ids: np.ndarray) -> bool:
+        """Whether a prompt ends inside a reasoning mark, so that the turn sampled behind it starts there."""
         if self.family.reasoning is None:
             return False
-        text = self._after_reply([{"role": "user", "content": "q"}], setting, ())
-        return text.rstrip().endswith(self.family.reasoning[0])
+        tail = self.tokenizer.decode(prompt_ids[-16:], keep=self.tokenizer.control_ids)
+        return tail.rstrip().endswith(self.family.reasoning[0])
 
     @cached_property
     def lists_tools(self) -> bool:
         """Whether the template shows the list of tools to the model."""
-        user: list[Message] = [{"role": "user", "content": "q"}]
-        return self._render(user, Setting(), ()) != self._render(user, Setting(), (PROBE_TOOL,))
+        return self._render([_USER], Setting(), ()) != self._render([_USER], Setting(), (PROBE_TOOL,))
 
     @cached_property
     def writes_tool_calls(self) -> bool:
         """Whether the template writes the tool calls of an assistant message."""
-        call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": _REPLY}}}
-        messages: list[Message] = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        return _REPLY in self._render(messages, Setting(), ())
+        call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": self._reply}}}
+        assistant: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return self._reply in self._render(self._arrange([_USER, assistant, _USER]), Setting(), ())
+        except TemplateError:
+            return False
 
     @cached_property
     def _tools_matter(self) -> bool:
         """Whether the list of tools changes what is written after an assistant turn; mostly not, and it is long."""
-        appended: list[Message] = [{"role": "tool", "content": "r"}, {"role": "user", "content": "q"}]
+        appended: list[Message] = [{"role": "tool", "content": "r"}, _USER] if self.writes_tool_calls else [_USER]
         setting = Setting()
         return self._after_reply(appended, setting, ()) != self._after_reply(appended, setting, (PROBE_TOOL,))
 
     def _check_tools(self, messages: Sequence[Message], setting: Setting) -> None:
-        if setting.tools and not self.lists_tools and self.family.tool_call is None:
+        if setting.tools and not self.lists_tools:
             raise TemplateError(
-                f"The chat template of {self.tokenizer.name} ignores `tools` and family {self.family.name} has no tool "
-                "calls; describe the tools in a system message instead."
+                f"The chat template of {self.tokenizer.name} ignores `tools`; describe them in a system message "
+                "instead, or give the model folder a template that lists them."
             )
-        if not self.writes_tool_calls and any(message.get("tool_calls") for message in messages):
+        if any(message.get("tool_calls") for message in messages) and not self.writes_tool_calls:
             raise TemplateError(
                 f"The chat template of {self.tokenizer.name} drops the `tool_calls` of an assistant message that was "
                 "not sampled in this session."
             )
 
-    def _after_reply(self, messages: Sequence[Message], setting: Setting, tools: Tools) -> str:
-        """What the template writes for `messages` right after an assistant turn's close token."""
-        stand_in: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _REPLY}]
-        before, reply, after = self._render([*stand_in, *messages], setting, tools).partition(_REPLY)
+    def _after_reply(
+        self, messages: Sequence[Message], setting: Setting, tools: Tools, reply: Message | None = None
+    ) -> str:
+        """What the template writes for `messages` from the end of an assistant turn on, its close token first."""
+        appended = self._arrange(self._with_native_ids(messages, reply), late=True)
+        text = self._render([_USER, *self._stand_in(messages, reply), *appended], setting, tools)
+        before, found, after = text.rpartition(self._reply)
         del before
-        if not reply or not after.startswith(self.family.close) or _REPLY in after:
+        ends = self.turn_ends
+        at = min((at for end in ends if (at := after.find(end)) >= 0), default=-1)
+        if not found or at < 0 or (at and not any(m["role"] == "tool" for m in messages)):
             raise TemplateError(
                 f"The chat template of {self.tokenizer.name} does not write an assistant's text followed by "
-                f"{self.family.close!r} before [{', '.join(m['role'] for m in messages)}]; it writes {after[:40]!r}. "
-                "Exact joins cannot be guaranteed."
+                f"{' or '.join(map(repr, ends))} before [{', '.join(m['role'] for m in messages)}]; it writes "
+                f"{after[:40]!r}. Exact joins cannot be guaranteed."
             )
-        return after[len(self.family.close) :]
+        return after[at:]
 
-    def _render(self, messages: Sequence[Message], setting: Setting, tools: Tools) -> str:
+    def _stand_in(self, messages: Sequence[Message], reply: Message | None) -> list[Message]:
+        """An assistant turn as short as can be, with calls for the tool results that `messages` begin with."""
+        plain: Message = {"role": "assistant", "content": self._reply}
+        results = next((n for n, m in enumerate(messages) if m["role"] != "tool"), len(messages))
+        if not results or not self.writes_tool_calls:
+            return [plain]
+        known = cast("list[Mapping[str, Any]]", (reply or {}).get("tool_calls", []))
+        calls = [
+            {
+                "id": call.get("native_id") or call.get("id") or f"call{n:05d}",
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": {"word": self._reply}},
+            }
+            for n, call in enumerate(known or [_call_for(message) for message in messages[:results]])
+        ]
+        return self._arrange([{**plain, "tool_calls": calls}], late=True)
+
+    def _with_native_ids(self, messages: Sequence[Message], reply: Message | None) -> list[Message]:
+        """Tool results under the call ids that the model itself sampled."""
+        native = {call["id"]: call["native_id"] for call in (reply or {}).get("tool_calls", []) if "native_id" in call}
+        return [
+            {**message, "tool_call_id": native[message["tool_call_id"]]}
+            if message.get("tool_call_id") in native
+            else message
+            for message in messages
+        ]
+
+    def _arrange(self, messages: Sequence[Message], *, late: bool = False) -> list[Message]:
+        """`messages` in the form that this family's template takes.
+
+        Args:
+            late: they stand behind an assistant turn, so that no system message is a first one.
+        """
+        family = self.family
+        arranged: list[Message] = []
+        for message in messages:
+            role = message["role"]
+            late = late or role != "system"
+            if role == "system" and late and family.late_system != "keep":
+                message = self._late_system(message)
+            elif role == "assistant":
+                message = self._assistant(message)
+            elif family.short_ids and "tool_call_id" in message:
+                message = {**message, "tool_call_id": _short(message["tool_call_id"])}
+            joins = family.alternates or (family.late_system != "keep" and not late)
+            if joins and arranged and arranged[-1]["role"] == message["role"] in ("user", "system"):
+                arranged[-1] = {**arranged[-1], "content": f"{arranged[-1]['content']}\n\n{message['content']}"}
+            else:
+                arranged.append(message)
+        return arranged
+
+    def _late_system(self, message: Message) -> Message:
+        if self.family.late_system == "refuse":
+            raise TemplateError(
+                f"Family {self.family.name} takes system messages at the beginning only; send this one as a user "
+                f"message: {message['content'][:60]!r}."
+            )
+        return {**message, "role": "user"}
+
+    def _assistant(self, message: Message) -> Message:
+        family = self.family
+        message = dict(message)
+        if family.reasoning_field != "reasoning_content" and "reasoning_content" in message:
+            message[family.reasoning_field] = message.pop("reasoning_content")
+        if "tool_calls" not in message:
+            return message
+        message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        thinking = message.get(family.reasoning_field)
+        if family.channels and thinking and message["content"]:
+            # Text before a call has no place of its own in this template.
+            message = {**message, family.reasoning_field: f"{thinking}\n{message['content']}", "content": ""}
+        return message
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.family.string_arguments:
+            function["arguments"] = msgspec.json.encode(function["arguments"]).decode()
+        call_id = call.get("native_id") or call.get("id")
+        if self.family.short_ids:
+            call_id = _short(call_id or "call")
+        return {"id": call_id, "type": "function", "function": function} if call_id else {**call, "function": function}
+
+    def _render(
+        self, messages: Sequence[Message], setting: Setting, tools: Tools, *, generation_prompt: bool = True
+    ) -> str:
         return self.tokenizer.render(
-            messages, tools=tools, generation_prompt=True, now=setting.now, variables=setting.variables
+            messages,
+            tools=tools,
+            generation_prompt=generation_prompt,
+            now=setting.now,
+            variables=setting.variables,
         )
+
+
+def _call_for(result: Message) -> dict[str, Any]:
+    """A call that `result` could be the answer to."""
+    call_id = result.get("tool_call_id")
+    return {"function": {"name": result.get("name") or "tool"}, **({"id": call_id} if call_id else {})}
+
+
+def _short(call_id: str) -> str:
+    """`call_id` as 9 letters and digits."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    alphabet = string.ascii_letters + string.digits
+    digest = hashlib.blake2b(call_id.encode(), digest_size=9).digest()
+    return "".join(alphabet[byte % len(alphabet)] for byte in digest)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from .errors import MilesError
-from .families.base import Family
+from .errors import MilesError, TemplateError
+from .families import FAMILIES
+from .families.base import Family, LateSystem
+from .families.calls import FUNCTION, HERMES
 from .merge import PROBE_TOOL, Joiner, Setting
 from .records import Message
 from .tokenizer import Tokenizer
 
 _REPLY = "qzProbeReplyzq"
+_LATE = "qzLatezq"
+
+Level = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,71 +28,133 @@ class Finding:
     """What one case showed."""
 
     case: str
-    level: Literal["ok", "warning", "error"]
+    level: Level
     message: str
 
 
-def _message(role: str, content: str) -> Message:
+def said(role: str, content: str) -> Message:
+    """A message of text."""
     return {"role": role, "content": content}
 
 
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {"word": "ox"}}}],
-}
-_APPENDED: dict[str, list[Message]] = {
-    "a user message": [_message("user", "next?")],
-    "a tool result": [_message("tool", "found 3")],
-    "two tool results": [_message("tool", "found 3"), _message("tool", "found 4")],
-    "a tool result and a user message": [_message("tool", "found 3"), _message("user", "next?")],
+def called(*words: str, content: str = "") -> Message:
+    """An assistant message that looks each of `words` up."""
+    calls = [
+        {"id": f"callword{n}", "type": "function", "function": {"name": "look_up", "arguments": {"word": word}}}
+        for n, word in enumerate(words)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def result(content: str, n: int = 0) -> Message:
+    """The result of call `n` of `called`."""
+    return {"role": "tool", "tool_call_id": f"callword{n}", "content": content}
+
+
+APPENDED: dict[str, list[Message]] = {
+    "a user message": [said("user", "next?")],
+    "a tool result": [result("found 3")],
+    "two tool results": [result("found 3"), result("found 4", 1)],
+    "a tool result and a user message": [result("found 3"), said("user", "next?")],
     "an assistant message not sampled here": [
-        _message("user", "next?"),
-        _message("assistant", "given"),
-        _message("user", "and?"),
+        said("user", "next?"),
+        said("assistant", "given"),
+        said("user", "and?"),
     ],
-    "unicode and edge whitespace": [_message("user", " \n é漢字👩‍👩‍👧\u200b \n\n")],
-    "an empty message": [_message("user", "")],
+    "unicode and edge whitespace": [said("user", " \n é漢字👩‍👩‍👧\u200b \n\n")],
+    "an empty message": [said("user", "")],
 }
-_HISTORIES: dict[str, list[Message]] = {
-    "a first turn": [_message("user", "hello?"), _message("assistant", _REPLY)],
-    "a system message": [_message("system", "be short"), _message("user", "hello?"), _message("assistant", _REPLY)],
+HISTORIES: dict[str, list[Message]] = {
+    "a first turn": [said("user", "hello?")],
+    "a system message": [said("system", "be short"), said("user", "hello?")],
     "three turns": [
-        _message("user", "hello?"),
-        _message("assistant", "one"),
-        _message("user", "go on"),
-        _message("assistant", "two"),
-        _message("user", "go on"),
-        _message("assistant", _REPLY),
+        said("user", "hello?"),
+        said("assistant", "one"),
+        said("user", "go on"),
+        said("assistant", "two"),
+        said("user", "go on"),
     ],
-    "a tool turn": [_message("user", "hello?"), _CALL, _message("tool", "r"), _message("assistant", _REPLY)],
+    "a tool turn": [said("user", "hello?"), called("ox"), result("r")],
 }
 
 
 def probe_template(tokenizer: Tokenizer, family: Family | None = None) -> list[Finding]:
-    """One finding a case. Without `family`, the token that ends an assistant turn is read off the template.
+    """One finding a case. Without `family`, it is read off the template.
 
     An error means that a session cannot guarantee exact joins. A warning is a habit of the template that a session
     works around or that loses something the user may expect.
     """
     try:
-        joiner = Joiner(tokenizer, family or Family(name="auto", close=detect_close(tokenizer)))
+        joiner = Joiner(tokenizer, family or guess_family(tokenizer))
     except MilesError as error:
         return [Finding(case="the end of an assistant turn", level="error", message=str(error))]
+    tools = takes_results(joiner)
     findings = [
-        _check(f"{what} after {history_name}", partial(_join, joiner, history, appended))
-        for history_name, history in _HISTORIES.items()
-        if joiner.writes_tool_calls or _CALL not in history
-        for what, appended in _APPENDED.items()
+        _check(f"{what} after {history_name}", partial(check_join, joiner, history, appended), joiner)
+        for history_name, history in HISTORIES.items()
+        if tools and joiner.writes_tool_calls or history_name != "a tool turn"
+        for what, appended in APPENDED.items()
+        if tools or appended[0]["role"] != "tool"
     ]
     findings += [
-        _check("nothing is dropped", lambda: _kept(joiner)),
-        _check("literal control tokens in messages", lambda: _literals(joiner)),
-        _check("a system message in mid-chat", lambda: _system(joiner), level="warning"),
-        _check("earlier reasoning", lambda: _reasoning(joiner), level="warning"),
-        _check("tools", lambda: _tools(joiner), level="warning"),
+        _check("nothing is dropped", partial(_kept, joiner, tools=tools), joiner),
+        _check("literal control tokens in messages", partial(_literals, joiner), joiner),
+        _check("a system message in mid-chat", partial(_system, joiner), joiner),
+        _check("earlier reasoning", partial(_reasoning, joiner), joiner, level="warning"),
+        _check("tools", partial(_tools, joiner, takes_results=tools), joiner, level="warning"),
+        _check("one beginning-of-sequence token", partial(_bos, joiner), joiner, level="warning"),
     ]
     return findings
+
+
+def detect_family(tokenizer: Tokenizer) -> Family:
+    """The family that the template of `tokenizer` is written like, proved to join exactly.
+
+    Raises:
+        TemplateError: a case breaks; it is named.
+    """
+    broken = [finding for finding in probe_template(tokenizer) if finding.level == "error"]
+    if broken:
+        raise TemplateError(
+            f"`auto` cannot prove exact joins for {tokenizer.name}: {len(broken)} cases break, the first is "
+            f"{broken[0].case!r}: {broken[0].message} Name the family of this model, or mend its template."
+        )
+    return guess_family(tokenizer)
+
+
+_TELLTALES = {
+    "<|channel|>": "gpt-oss",
+    "<|tool_calls_section_begin|>": "kimi-k2",
+    "<minimax:tool_call>": "minimax-m2",
+    "<｜tool▁calls▁begin｜>": "deepseek-v3",
+    "<arg_key>": "glm",
+    "[INST]": "mistral",
+    "<start_of_turn>": "gemma-3",
+    "<|start_header_id|>": "llama-3.1",
+}
+"""Text in a template that only one family writes."""
+
+
+def guess_family(tokenizer: Tokenizer) -> Family:
+    """What the template says of its family, unproved.
+
+    Raises:
+        MilesError: the template ends a turn with no token of its own.
+    """
+    source = tokenizer.template.source if tokenizer.template else ""
+    for text, name in _TELLTALES.items():
+        if text in source:
+            return replace(FAMILIES[name], name="auto", template=None)
+    reasoning = ("<think>", "</think>")
+    calls = (FUNCTION if "<function=" in source else HERMES) if "<tool_call>" in source else None
+    close = detect_close(tokenizer)
+    return Family(
+        name="auto",
+        close=close,
+        reasoning=reasoning if all(mark in source for mark in reasoning) else None,
+        tool_call=calls,
+        late_system=_late_system(tokenizer, close),
+    )
 
 
 def detect_close(tokenizer: Tokenizer) -> str:
@@ -97,7 +164,7 @@ def detect_close(tokenizer: Tokenizer) -> str:
         TemplateError: the template cannot be rendered.
         MilesError: it writes no such token.
     """
-    text = tokenizer.render([_message("user", "q"), _message("assistant", _REPLY), _message("user", "q")])
+    text = tokenizer.render([said("user", "q"), said("assistant", _REPLY), said("user", "q")])
     after = text.partition(_REPLY)[2]
     for size in range(1, min(len(after), 64)):
         if tokenizer.is_added(after[:size]):
@@ -108,44 +175,74 @@ def detect_close(tokenizer: Tokenizer) -> str:
     )
 
 
-def _check(case: str, check: Callable[[], str | None], *, level: Literal["warning", "error"] = "error") -> Finding:
+def takes_results(joiner: Joiner) -> bool:
+    """Whether the template takes tool results without an error."""
+    call = called("ox") if joiner.writes_tool_calls else said("assistant", "a")
+    try:
+        joiner.render([said("user", "q"), call, result("r")])
+    except TemplateError:
+        return False
+    return True
+
+
+def check_join(
+    joiner: Joiner, history: Sequence[Message], appended: Sequence[Message], setting: Setting | None = None
+) -> str | None:
+    """What is wrong with `appended` behind a reply to `history`, None for nothing.
+
+    Nothing in front of the reply may change when messages are appended, and what is appended must be written the
+    same alone (as sessions do) and in context (as the template means it).
+    """
+    setting = setting or Setting()
+    results = next((n for n, message in enumerate(appended) if message["role"] != "tool"), len(appended))
+    calls = results and joiner.writes_tool_calls
+    reply = called(*[_REPLY] * results, content=_REPLY) if calls else said("assistant", _REPLY)
+    before = joiner.render(history, setting, generation_prompt=False)
+    prompt = joiner.render(history, setting)
+    whole = joiner.render([*history, reply, *appended], setting)
+    for text in (prompt, whole):
+        if not text.startswith(before):
+            at = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), len(text))
+            return f"what stands before is rewritten: {before[at:][:40]!r} becomes {text[at:][:40]!r}."
+    after = whole.rpartition(_REPLY)[2]
+    found = [at for end in joiner.turn_ends if (at := after.find(end)) >= 0]
+    if not found:
+        return f"the reply is not followed by {' or '.join(map(repr, joiner.turn_ends))} but by {after[:40]!r}."
+    alone = joiner.extend(appended, setting, reply=reply)
+    if not np.array_equal(alone, joiner.tokenizer.encode_guarded(after[min(found) :])):
+        return f"the text appended is not written alike in context: {after[min(found) :][:80]!r}."
+    return None
+
+
+def _check(case: str, check: Callable[[], str | None], joiner: Joiner, *, level: Level = "error") -> Finding:
     try:
         problem = check()
     except MilesError as error:
         problem = str(error)
+    if problem and any(habit in case for habit in joiner.family.habits):
+        level = "warning"
     return Finding(case=case, level=level if problem else "ok", message=problem or "holds")
 
 
-def _join(joiner: Joiner, history: list[Message], appended: list[Message]) -> str | None:
-    """The whole conversation renders to: prompt, reply, close token, and what `extend` gives alone."""
-    tokenizer, close = joiner.tokenizer, joiner.family.close
-    prompt = tokenizer.render(history[:-1], generation_prompt=True)
-    whole = tokenizer.render([*history, *appended], generation_prompt=True)
-    expected = prompt + _REPLY + close
-    if not whole.startswith(expected):
-        at = next((i for i, (a, b) in enumerate(zip(whole, expected, strict=False)) if a != b), len(whole))
-        return f"what stands before is rewritten: {expected[at:][:40]!r} becomes {whole[at:][:40]!r}."
-    joined = np.concatenate([tokenizer.encode(expected), joiner.extend(appended, Setting(), closed=True)])
-    if not np.array_equal(joined, tokenizer.encode(whole)):
-        return f"the text appended is not written alike in context: {whole[len(expected) :][:80]!r}."
-    return None
-
-
-def _kept(joiner: Joiner) -> str | None:
+def _kept(joiner: Joiner, *, tools: bool) -> str | None:
     bodies = {"system": "qzSystemzq", "user": "qzUserzq", "assistant": "qzAssistantzq", "tool": "qzToolzq"}
-    text = joiner.tokenizer.render([_message(role, body) for role, body in bodies.items()], generation_prompt=True)
-    lost = [role for role, body in bodies.items() if body not in text]
+    conversation = [said(role, body) for role, body in bodies.items() if role != "tool"]
+    if tools:
+        call = called("ox") if joiner.writes_tool_calls else said("assistant", "a")
+        conversation += [said("user", "q"), call, result(bodies["tool"])]
+    text = joiner.render(conversation)
+    lost = [role for role, body in bodies.items() if body not in text and (tools or role != "tool")]
     return f"the template drops messages of role {', '.join(lost)}." if lost else None
 
 
 def _literals(joiner: Joiner) -> str | None:
     tokenizer = joiner.tokenizer
-    controls = [tokenizer.token_text(i) for i in sorted(tokenizer.control_ids)]
-    conversation = [_message("system", "s"), _message("user", "q"), _message("assistant", "a"), _message("user", "q")]
-    hostile = [_message(m["role"], m["content"] + " ".join(controls)) for m in conversation]
+    controls = [tokenizer.token_text(i) for i in sorted(tokenizer.control_ids)][:256]
+    conversation = [said("system", "s"), said("user", "q"), said("assistant", "a"), said("user", "q")]
+    hostile = [said(m["role"], m["content"] + " ".join(controls)) for m in conversation]
 
     def count(messages: list[Message]) -> int:
-        ids = tokenizer.encode_guarded(tokenizer.render(messages))
+        ids = tokenizer.encode_guarded(joiner.render(messages, generation_prompt=False))
         return int(np.isin(ids, sorted(tokenizer.control_ids)).sum())
 
     extra = count(hostile) - count(conversation)
@@ -153,26 +250,51 @@ def _literals(joiner: Joiner) -> str | None:
 
 
 def _system(joiner: Joiner) -> str | None:
-    text = joiner.tokenizer.render(
-        [_message("user", "q"), _message("assistant", "a"), _message("system", "qzLatezq"), _message("user", "q")]
-    )
-    return None if "qzLatezq" in text else "the template drops it; a session would lose it."
+    if joiner.family.late_system == "refuse":
+        return None
+    late = [said("system", _LATE)]
+    if _LATE not in joiner.tokenizer.decode(joiner.extend(late, Setting())):
+        return "the template drops it or moves it to the top; a session would lose it."
+    return check_join(joiner, HISTORIES["a first turn"], [*late, said("user", "q")])
+
+
+def _late_system(tokenizer: Tokenizer, close: str) -> LateSystem:
+    """Whether the template writes a system message in mid-chat in its place."""
+    probe = Joiner(tokenizer, Family(name="auto", close=close))
+    try:
+        return "keep" if _system(probe) is None else "fold"
+    except MilesError:
+        return "fold"
 
 
 def _reasoning(joiner: Joiner) -> str | None:
-    thought = {**_message("assistant", "a"), "reasoning_content": "qzThoughtzq"}
-    before: list[Message] = [_message("user", "q"), thought]
-    shown = "qzThoughtzq" in joiner.tokenizer.render(before)
-    kept = "qzThoughtzq" in joiner.tokenizer.render([*before, _message("user", "q")])
+    thought = {**said("assistant", "a"), "reasoning_content": "qzThoughtzq"}
+    before: list[Message] = [said("user", "q"), thought]
+    shown = "qzThoughtzq" in joiner.render(before, generation_prompt=False)
+    kept = "qzThoughtzq" in joiner.render([*before, said("user", "q")], generation_prompt=False)
     if shown and not kept:
         return "the template drops it once a user speaks again; a session keeps what was sampled."
     return None
 
 
-def _tools(joiner: Joiner) -> str | None:
-    without = joiner.tokenizer.render([_message("user", "q")])
-    if without == joiner.tokenizer.render([_message("user", "q")], tools=[PROBE_TOOL]):
+def _tools(joiner: Joiner, *, takes_results: bool) -> str | None:
+    if not joiner.lists_tools:
         return "the template does not show the list of tools to the model."
     if not joiner.writes_tool_calls:
         return "the template drops tool calls of assistant messages that were not sampled in the session."
+    if not takes_results:
+        return "the template does not write tool results."
     return None
+
+
+def _bos(joiner: Joiner) -> str | None:
+    bos = joiner.tokenizer.bos_id
+    if bos is None:
+        return None
+    ids = joiner.start([said("user", "q")], Setting(tools=(PROBE_TOOL,) if joiner.lists_tools else ()))
+    count = int((ids == bos).sum())
+    if count == 0 and joiner.tokenizer.adds_bos:
+        return (
+            f"the template writes no {joiner.tokenizer.token_text(bos)!r}, which this tokenizer puts before plain text."
+        )
+    return f"the template writes {count} of {joiner.tokenizer.token_text(bos)!r}." if count > 1 else None

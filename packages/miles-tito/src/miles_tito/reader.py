@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
-from .families.base import Family
-from .families.parser import Piece, TurnParser
+from .families.base import Family, Schemas
+from .families.channels import GRAMMARS, HEADER_MARKS, ChannelParser
+from .families.parser import Parser, Piece, TurnParser
 from .records import Message
 from .tokenizer import Tokenizer
 
@@ -20,14 +22,24 @@ class TurnReader:
         tokenizer: Tokenizer,
         family: Family,
         *,
-        tools: bool,
+        tools: Sequence[Mapping[str, Any]],
         in_reasoning: bool = False,
         stop: Sequence[str] = (),
     ) -> None:
+        """
+        Args:
+            tools: as the request lists them; without any, calls are text.
+            in_reasoning: the prompt ended inside a reasoning mark.
+            stop: what the reply is cut at.
+        """
         # Some tokenizers declare the marks of reasoning and tool calls control tokens; the parser needs them.
-        marks = {tokenizer.token_id(mark) for mark in (*(family.reasoning or ()), *(family.tool_call or ()))}
-        self._text = tokenizer.decode_stream(keep=frozenset(i for i in marks if i is not None))
-        self._parser = TurnParser(family, tools=tools, in_reasoning=in_reasoning)
+        marks = {i for mark in _marks(family) if (i := tokenizer.token_id(mark)) is not None}
+        self._text = tokenizer.decode_stream(keep=frozenset(marks))
+        self._parser: Parser = (
+            ChannelParser(GRAMMARS[family.channels], tools=bool(tools))
+            if family.channels
+            else TurnParser(family, tools=bool(tools), in_reasoning=in_reasoning, schemas=_schemas(tools))
+        )
         self._stop = tuple(stop)
         self._held: str = ""
         """Text that may be the beginning of a stop string."""
@@ -58,3 +70,15 @@ class TurnReader:
         hold = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
+
+
+def _marks(family: Family) -> Sequence[str]:
+    if family.channels:
+        return (*GRAMMARS[family.channels].marks, *HEADER_MARKS[family.channels])
+    calls = family.tool_call
+    return (*(family.reasoning or ()), *((calls.open, calls.close, *calls.inner) if calls else ()))
+
+
+def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    functions = [cast("Mapping[str, Any]", tool.get("function") or tool) for tool in tools]
+    return {str(function.get("name")): function.get("parameters") or {} for function in functions}

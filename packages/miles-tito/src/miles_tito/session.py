@@ -127,8 +127,9 @@ class Session:
         try:
             if node is None:
                 return self.joiner.start(plan.messages, plan.setting)
-            closed = bool(len(node.completion_ids)) and int(node.completion_ids[-1]) == self.joiner.close_id
-            return self.joiner.extend(plan.messages[plan.match.num_messages :], plan.setting, closed=closed)
+            last = int(node.completion_ids[-1]) if len(node.completion_ids) else None
+            appended = plan.messages[plan.match.num_messages :]
+            return self.joiner.extend(appended, plan.setting, last=last, reply=node.replay)
         except TemplateError as error:
             raise RequestError(str(error), code="invalid_messages", param="messages") from error
 
@@ -171,8 +172,8 @@ class Session:
         reader = TurnReader(
             self.joiner.tokenizer,
             self.joiner.family,
-            tools=bool(plan.setting.tools),
-            in_reasoning=self.joiner.opens_reasoning(plan.setting),
+            tools=plan.setting.tools,
+            in_reasoning=self.joiner.opens_reasoning(prompt_ids),
             stop=stops,
         )
         return Turn(node=new, request=request, reader=reader, setting=plan.setting)

@@ -43,9 +43,11 @@ def supervised_trajectory(
         pieces.append(reply)
         mask.append(np.ones(len(reply), np.bool_))
         if end is not None:
-            between = joiner.extend(messages[index + 1 : end], setting, closed=True)
+            between = joiner.extend(messages[index + 1 : end], setting, last=int(reply[-1]), reply=messages[index])
             pieces.append(between)
             mask.append(np.zeros(len(between), np.bool_))
+            # Where the next message's first token ends the turn, the policy samples it: it is to be learned.
+            mask[-1][:1] = joiner.close_id is None
     tokens = np.concatenate(pieces)
     return Trajectory(
         id=id,
@@ -58,14 +60,15 @@ def supervised_trajectory(
 
 def _reply(joiner: Joiner, message: Message, setting: Setting) -> np.ndarray:
     """[N] int32 ids of one assistant turn, from behind its opening to its close token."""
-    tokenizer, close = joiner.tokenizer, joiner.family.close
     user: list[Message] = [{"role": "user", "content": "q"}]
-    opening = tokenizer.render(user, generation_prompt=True, now=setting.now, variables=setting.variables)
-    whole = tokenizer.render([*user, message], now=setting.now, variables=setting.variables)
-    body, mark, _ = whole[len(opening) :].rpartition(close)
-    if not whole.startswith(opening) or not mark:
+    opening = joiner.render(user, setting)
+    whole = joiner.render([*user, message], setting, generation_prompt=False)
+    body = whole[len(opening) :]
+    ends = (joiner.family.close, *joiner.family.stops) if joiner.family.close else ()
+    at, end = max(((body.rfind(end), end) for end in ends), default=(len(body), ""))
+    if not whole.startswith(opening) or at < 0:
         raise TemplateError(
-            f"The chat template of {tokenizer.name} does not write an assistant turn as its opening, the text and "
-            f"{close!r}; it writes {whole[-60:]!r}."
+            f"The chat template of {joiner.tokenizer.name} does not write an assistant turn as its opening, the text "
+            f"and {joiner.family.close!r}; it writes {whole[-60:]!r}."
         )
-    return tokenizer.encode_guarded(body + close)
+    return joiner.tokenizer.encode_guarded(body[:at] + end)

@@ -7,6 +7,7 @@ replaced by the ids that spell the literal out.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -24,6 +25,8 @@ from .records import Message
 from .template import ChatTemplate
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_CONTROL = ("<|", "<｜", "｜D")
+"""How control tokens begin that their tokenizer does not declare special: DeepSeek declares none of its own."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -68,6 +71,7 @@ class Tokenizer:
 
     Attributes:
         name: where it came from, for messages.
+        bos_id: the token that begins a sequence, None where there is none.
         eos_ids: ids that end a turn: the tokenizer's own and those of `generation_config.json`, ascending.
         control_ids: ids of added tokens that steer a model, such as `<|im_start|>`.
         template: the chat template, None where the folder has none.
@@ -90,14 +94,22 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._json = tokenizer_json
+        self._special_tokens = dict(special_tokens)
         self.template = ChatTemplate(template_sources, special_tokens) if template_sources else None
         added = self._backend.get_added_tokens_decoder()
         self._added = {token.content: token_id for token_id, token in added.items()}
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
-        self.control_ids = frozenset(i for i, token in added.items() if token.special or token.content[:2] == "<|")
+        self.control_ids = frozenset(i for i, token in added.items() if token.special or token.content[:2] in _CONTROL)
+        self.bos_id = self.token_id(special_tokens.get("bos_token", ""))
         own_eos = self.token_id(special_tokens.get("eos_token", ""))
         self.eos_ids: tuple[int, ...] = tuple(sorted({*eos_ids, *([] if own_eos is None else [own_eos])}))
         self._add_stand_ins()
+
+    def with_template(self, source: str) -> Tokenizer:
+        """This tokenizer with another chat template."""
+        other = copy.copy(self)
+        other.template = ChatTemplate({"default": source}, self._special_tokens)
+        return other
 
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly `text`, None where there is none."""
@@ -110,6 +122,12 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """How the vocabulary spells a token."""
         return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether this tokenizer, used by itself, begins plain text with `bos_id`."""
+        ids = self._backend.encode("a", add_special_tokens=True).ids
+        return self.bos_id is not None and ids[:1] == [self.bos_id]
 
     def encode(self, text: str) -> np.ndarray:
         """[N] int32 ids of template text; control tokens in it are real, nothing is added around it."""

@@ -135,7 +135,11 @@ class ChatAnswer:
     def whole(self, reply: Message, finish: FinishReason, usage: Usage) -> bytes:
         """The `chat.completion` object."""
         calls = [
-            {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {**call["function"], "arguments": _json(call["function"]["arguments"])},
+            }
             for call in reply.get("tool_calls", [])
         ]
         message: dict[str, Any] = {"role": "assistant", "content": reply["content"] or (None if calls else "")}

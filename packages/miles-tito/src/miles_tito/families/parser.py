@@ -1,21 +1,22 @@
 """Sampled text to an assistant message, as it comes: reasoning, content, tool calls.
 
-    start ──(reasoning mark)──▶ reasoning ──(end mark)──▶ content ◀──▶ tool call
+    start ──(reasoning mark)──▶ reasoning ──(end mark)──▶ content ◀──▶ tool calls
+                                    └──────(a good block of calls)──────────▲
 
-Feeding a turn in any pieces gives the same result. A tool call that is no JSON object with a name and an object of
-arguments stays text.
+Feeding a turn in any pieces gives the same result. What is not exactly a block of calls stays the text it stood in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
-
-import msgspec
+from typing import Any, Literal, Protocol
 
 from miles_tito.records import Message
 
-from .base import Family
+from .base import Family, Schemas, ToolCall
+
+__all__ = ["MessageBuilder", "Parser", "Piece", "TextPiece", "ToolCall", "TurnParser"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,37 +27,81 @@ class TextPiece:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One complete, well-formed call."""
-
-    name: str
-    arguments: dict[str, Any]
-
-    @property
-    def arguments_json(self) -> str:
-        return msgspec.json.encode(self.arguments).decode()
-
-
 Piece = TextPiece | ToolCall
 
 
-class TurnParser:
+class Parser(Protocol):
     """Reads one assistant turn."""
 
-    def __init__(self, family: Family, *, tools: bool, in_reasoning: bool = False) -> None:
-        """`tools`: whether tool calls are looked for. `in_reasoning`: the prompt ended inside a reasoning mark."""
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that became certain."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """The rest of a turn that has ended, complete or not."""
+        ...
+
+    def message(self, call_id: str) -> Message:
+        """The turn so far as a normalized assistant message; its calls are named `<call_id>_<n>`."""
+        ...
+
+
+class MessageBuilder:
+    """Pieces to the message that they add up to."""
+
+    def __init__(self) -> None:
+        self._texts = {"reasoning": "", "content": ""}
+        self._calls: list[ToolCall] = []
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, ToolCall):
+                self._calls.append(piece)
+            else:
+                self._texts[piece.kind] += piece.text
+
+    def message(self, call_id: str) -> Message:
+        message: Message = {"role": "assistant", "content": self._texts["content"]}
+        if self._texts["reasoning"]:
+            message["reasoning_content"] = self._texts["reasoning"]
+        if self._calls:
+            message["tool_calls"] = [_plain(call, f"{call_id}_{n}") for n, call in enumerate(self._calls)]
+        return message
+
+
+def _plain(call: ToolCall, call_id: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    native = {"native_id": call.native_id} if call.native_id else {}
+    return {"id": call_id, "type": "function", "function": function, **native}
+
+
+class TurnParser:
+    """Reads the turns of families that mark reasoning and tool calls inside one text."""
+
+    def __init__(
+        self, family: Family, *, tools: bool, in_reasoning: bool = False, schemas: Schemas | None = None
+    ) -> None:
+        """
+        Args:
+            tools: whether tool calls are looked for.
+            in_reasoning: the prompt ended inside a reasoning mark.
+            schemas: of the tools' parameters, for formats that write values without their types.
+        """
         self._reasoning = family.reasoning
         self._tool = family.tool_call if tools else None
+        self._schemas = schemas or {}
         self._state: Literal["start", "reasoning", "content", "tool"] = "start" if family.reasoning else "content"
         if in_reasoning:
             self._state = "reasoning"
         self._buffer: str = ""
         self._skip_space = in_reasoning
+        self._untouched = True
+        """No content and no call came yet: a bare call can begin here."""
         self._held: str = ""
-        """Whitespace before a tool call: dropped with a good call, content with a bad one."""
-        self._texts = {"reasoning": "", "content": ""}
-        self._calls: list[ToolCall] = []
+        """What a block of calls began with: dropped with good calls, text with bad ones."""
+        self._inside: Literal["reasoning", "content"] = "content"
+        """What a block of calls stands in."""
+        self._built = MessageBuilder()
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that became certain."""
@@ -64,48 +109,34 @@ class TurnParser:
         pieces: list[Piece] = []
         while self._buffer and self._step(pieces):
             pass
-        return self._record(pieces)
+        self._built.add(pieces)
+        return pieces
 
     def finish(self) -> list[Piece]:
         """The rest of a turn that has ended, complete or not."""
         pieces: list[Piece] = []
         if self._state == "tool" and self._tool:
-            self._buffer = self._held + self._tool[0] + self._buffer
+            calls = None if self._tool.close else self._tool.read(self._buffer, self._schemas)
+            pieces += calls or []
+            self._buffer = "" if calls else self._held + self._buffer
+            self._state = self._inside
         if self._state == "reasoning":
             self._emit(pieces, "reasoning", self._buffer.rstrip())
         elif self._buffer:
             self._emit(pieces, "content", self._buffer if not self._skip_space else self._buffer.lstrip())
         self._buffer = ""
-        return self._record(pieces)
+        self._built.add(pieces)
+        return pieces
 
     def message(self, call_id: str) -> Message:
         """The turn so far as a normalized assistant message; its calls are named `<call_id>_<n>`."""
-        message: Message = {"role": "assistant", "content": self._texts["content"]}
-        if self._texts["reasoning"]:
-            message["reasoning_content"] = self._texts["reasoning"]
-        if self._calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"{call_id}_{n}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for n, call in enumerate(self._calls)
-            ]
-        return message
-
-    def _record(self, pieces: list[Piece]) -> list[Piece]:
-        for piece in pieces:
-            if isinstance(piece, ToolCall):
-                self._calls.append(piece)
-            else:
-                self._texts[piece.kind] += piece.text
-        return pieces
+        return self._built.message(call_id)
 
     def _emit(self, pieces: list[Piece], kind: Literal["reasoning", "content"], text: str) -> None:
         if text:
             pieces.append(TextPiece(kind, text))
             self._skip_space = False
+            self._untouched = self._untouched and kind == "reasoning"
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Read on in the buffer; False when more text is needed."""
@@ -136,11 +167,13 @@ class TurnParser:
         if self._skip_space:
             self._buffer = self._buffer.lstrip()
         text, mark, rest = self._buffer.partition(self._reasoning[1])
+        if self._find_block(pieces, text, rest=mark + rest, inside="reasoning"):
+            return True
         if mark:
             self._emit(pieces, "reasoning", text.rstrip())
             self._buffer, self._state, self._skip_space = rest, "content", True
             return True
-        self._emit_but(pieces, "reasoning", self._reasoning[1])
+        self._emit_but(pieces, "reasoning", self._reasoning[1], *([self._tool.open] if self._tool else []))
         return False
 
     def _content_step(self, pieces: list[Piece]) -> bool:
@@ -150,50 +183,54 @@ class TurnParser:
             self._emit(pieces, "content", self._buffer)
             self._buffer = ""
             return False
-        text, mark, rest = self._buffer.partition(self._tool[0])
-        if mark:
-            kept = text.rstrip()
-            self._emit(pieces, "content", kept)
-            self._buffer, self._state, self._held = rest, "tool", text[len(kept) :]
+        if self._tool.bare and self._untouched and not self._buffer.strip():
+            return False
+        if self._tool.bare and self._untouched and self._buffer.lstrip().startswith("{"):
+            rest = self._buffer.lstrip()
+            self._inside = "content"
+            self._open_tool(rest, held=self._buffer[: len(self._buffer) - len(rest)])
             return True
-        self._emit_but(pieces, "content", self._tool[0])
+        if self._find_block(pieces, self._buffer, rest="", inside="content"):
+            return True
+        self._emit_but(pieces, "content", self._tool.open)
         return False
+
+    def _find_block(
+        self, pieces: list[Piece], text: str, *, rest: str, inside: Literal["reasoning", "content"]
+    ) -> bool:
+        """Go on in the first block of calls that begins in `text`, if any; `rest` comes behind it."""
+        before, mark, after = text.partition(self._tool.open) if self._tool else (text, "", "")
+        if not mark:
+            return False
+        kept = before.rstrip()
+        self._emit(pieces, inside, kept)
+        self._inside = inside
+        self._open_tool(after + rest, held=before[len(kept) :] + mark)
+        return True
+
+    def _open_tool(self, rest: str, *, held: str) -> None:
+        self._buffer, self._held, self._state, self._untouched = rest, held, "tool", False
 
     def _tool_step(self, pieces: list[Piece]) -> bool:
         assert self._tool
-        text, mark, rest = self._buffer.partition(self._tool[1])
+        if not self._tool.close:
+            return False  # runs to the end of the turn
+        text, mark, rest = self._buffer.partition(self._tool.close)
         if not mark:
             return False
-        call = _parse_call(text)
-        if call is None:
-            self._emit(pieces, "content", self._held + self._tool[0] + text + mark)
+        calls = self._tool.read(text, self._schemas)
+        if calls is None:
+            self._emit(pieces, self._inside, self._held + text + mark)
+            self._state = self._inside
         else:
-            pieces.append(call)
-            self._skip_space = True
-        self._buffer, self._state = rest, "content"
+            pieces += calls
+            self._skip_space, self._state = True, "content"
+        self._buffer = rest
         return True
 
-    def _emit_but(self, pieces: list[Piece], kind: Literal["reasoning", "content"], mark: str) -> None:
-        """Emit the buffer but for trailing whitespace and a possible beginning of `mark`."""
-        end = len(self._buffer)
-        for size in range(min(len(mark) - 1, end), 0, -1):
-            if self._buffer.endswith(mark[:size]):
-                end -= size
-                break
-        end = len(self._buffer[:end].rstrip())
+    def _emit_but(self, pieces: list[Piece], kind: Literal["reasoning", "content"], *marks: str) -> None:
+        """Emit the buffer but for trailing whitespace and a possible beginning of one of `marks`."""
+        begun = max((n for mark in marks for n in range(1, len(mark)) if self._buffer.endswith(mark[:n])), default=0)
+        end = len(self._buffer[: len(self._buffer) - begun].rstrip())
         self._emit(pieces, kind, self._buffer[:end])
         self._buffer = self._buffer[end:]
-
-
-def _parse_call(text: str) -> ToolCall | None:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    call = cast("dict[str, Any]", value)
-    name, arguments = call.get("name"), call.get("arguments", {})
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or set(call) - {"name", "arguments"}:
-        return None
-    return ToolCall(name, cast("dict[str, Any]", arguments))

@@ -5,10 +5,39 @@ from __future__ import annotations
 from miles_tito.errors import TemplateError
 from miles_tito.tokenizer import Tokenizer
 
-from . import qwen3, smollm2, tiny
+from . import (
+    deepseek_v3,
+    gemma_3,
+    glm,
+    gpt_oss,
+    kimi_k2,
+    llama_3_1,
+    minimax_m2,
+    mistral,
+    nemotron_3,
+    qwen3,
+    qwen3_5,
+    smollm2,
+    tiny,
+)
 from .base import Family
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (qwen3, smollm2, tiny)}
+_MODULES = (
+    *(deepseek_v3, gemma_3, glm, gpt_oss, kimi_k2, llama_3_1, minimax_m2),
+    *(mistral, nemotron_3, qwen3, qwen3_5, smollm2, tiny),
+)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+ALIASES = {
+    **dict.fromkeys(("qwen3-thinking", "qwen3-next", "qwen3-vl"), "qwen3"),
+    **dict.fromkeys(("qwen3.6", "qwen3-coder"), "qwen3.5"),
+    "chatml": "smollm2",
+    **dict.fromkeys(("deepseek-r1", "deepseek-v3.1"), "deepseek-v3"),
+    **dict.fromkeys(("glm-4.5", "glm-4.6", "glm-4.7", "glm-5"), "glm"),
+    **dict.fromkeys(("kimi-k2-thinking", "kimi-k2.5", "kimi-k2.6"), "kimi-k2"),
+    **dict.fromkeys(("minimax-m2.5", "minimax-m2.7"), "minimax-m2"),
+    **dict.fromkeys(("llama-3.2", "llama-3.3"), "llama-3.1"),
+}
+"""Models that are written like another family."""
 
 
 def choose_family(family: Family | str, tokenizer: Tokenizer) -> Family:
@@ -17,26 +46,14 @@ def choose_family(family: Family | str, tokenizer: Tokenizer) -> Family:
     Raises:
         TemplateError: no such family, or (auto) a case of the template that breaks exact joins.
     """
-    from miles_tito.probe import detect_close, probe_template  # which itself imports this package
+    from miles_tito.probe import detect_family  # which itself imports this package
 
     if isinstance(family, Family):
         return family
-    if family != "auto":
-        if family not in FAMILIES:
-            raise TemplateError(f"Unknown family {family!r}; known: auto, {', '.join(sorted(FAMILIES))}.")
-        return FAMILIES[family]
-    broken = [finding for finding in probe_template(tokenizer) if finding.level == "error"]
-    if broken:
-        raise TemplateError(
-            f"`auto` cannot prove exact joins for {tokenizer.name}: {len(broken)} cases break, the first is "
-            f"{broken[0].case!r}: {broken[0].message} Name the family of this model, or mend its template."
-        )
-    source = tokenizer.template.source if tokenizer.template else ""
-    reasoning, tool_call = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
-    return Family(
-        name="auto",
-        close=detect_close(tokenizer),
-        reasoning=reasoning if all(mark in source for mark in reasoning) else None,
-        # Hermes calls are JSON; other models put XML between the same marks.
-        tool_call=tool_call if tool_call[0] in source and "<function=" not in source else None,
-    )
+    if family == "auto":
+        return detect_family(tokenizer)
+    name = ALIASES.get(family, family)
+    if name not in FAMILIES:
+        known = ", ".join(["auto", *sorted({*FAMILIES, *ALIASES})])
+        raise TemplateError(f"Unknown family {family!r}; known: {known}.")
+    return FAMILIES[name]

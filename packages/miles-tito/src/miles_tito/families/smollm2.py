@@ -1,4 +1,4 @@
-"""SmolLM2: plain ChatML without reasoning; its template lists no tools."""
+"""SmolLM2, and any plain ChatML model without reasoning; its template lists no tools."""
 
 from .base import Family
 

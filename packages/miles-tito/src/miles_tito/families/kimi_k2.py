@@ -1,0 +1,17 @@
+"""Kimi K2, K2-Thinking, K2.5 and K2.6: calls carry ids that the model samples and the tool results repeat."""
+
+from .base import CallFormat, Family, ImageFormat
+from .calls import read_kimi
+
+FAMILY = Family(
+    name="kimi-k2",
+    close="<|im_end|>",
+    reasoning=("<think>", "</think>"),
+    tool_call=CallFormat(
+        open="<|tool_calls_section_begin|>",
+        close="<|tool_calls_section_end|>",
+        inner=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        read=read_kimi,
+    ),
+    image=ImageFormat(placeholder="<|media_pad|>"),
+)
