@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING
 
 from miles_rollout.engines.config import EngineConfig
 from miles_rollout.engines.device import has_gpu, resolve_device
-from miles_rollout.engines.errors import EngineConfigError, EngineDied, EngineStartError, EngineVersionError
+from miles_rollout.engines.errors import (
+    EngineConfigError,
+    EngineDied,
+    EngineStartError,
+    EngineStateError,
+    EngineVersionError,
+    FleetLostError,
+)
+from miles_rollout.engines.health import HealthConfig
 from miles_rollout.engines.ports import PortReservation, is_port_free
+from miles_rollout.engines.states import EngineEvent, EngineLife, EngineState
+from miles_rollout.engines.supervisor import Supervisor
 from miles_rollout.engines.versions import check_sglang, check_smg
 
 if TYPE_CHECKING:
@@ -22,13 +32,20 @@ __all__ = [
     "EngineConfigError",
     "EngineControl",
     "EngineDied",
+    "EngineEvent",
+    "EngineLife",
     "EngineLoad",
     "EngineServer",
     "EngineStartError",
+    "EngineState",
+    "EngineStateError",
     "EngineVersionError",
+    "FleetLostError",
+    "HealthConfig",
     "PauseMode",
     "PortReservation",
     "Progress",
+    "Supervisor",
     "check_sglang",
     "check_smg",
     "has_gpu",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from miles_rollout.engines.errors import EngineConfigError
+from miles_rollout.engines.health import HealthConfig
 
 Role = Literal["rollout", "eval", "teacher", "prefill", "decode"]
 OptionValue = bool | int | float | str | Sequence[int | float | str]
@@ -67,6 +68,8 @@ class EngineConfig:
     """Added to the environment of the servers."""
     start_timeout_s: float = 300.0
     """How long one server may take to come up."""
+    health: HealthConfig = field(default_factory=HealthConfig)
+    """When an engine counts as dead, and how often it is started again."""
 
     def __post_init__(self) -> None:
         for name in ("count", "tp", "dp", "context_length", "max_total_tokens", "threads"):

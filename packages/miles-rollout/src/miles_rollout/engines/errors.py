@@ -19,3 +19,11 @@ class EngineStartError(EngineError):
 
 class EngineDied(EngineError):
     """A server that was up has exited without being asked to."""
+
+
+class EngineStateError(MilesError, RuntimeError):
+    """An engine was to enter a state that cannot follow the one it is in."""
+
+
+class FleetLostError(EngineError):
+    """No engine is left, or none came back in time; the message has the last lines of each one's log."""

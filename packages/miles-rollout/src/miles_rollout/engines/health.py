@@ -1,0 +1,50 @@
+"""When an engine counts as sick or dead, and how often it is started again: the `[engines.NAME.health]` table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_rollout.engines.errors import EngineConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthConfig:
+    """Thresholds of the supervision of engines."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (read by pydantic in miles-core; no dependency here)
+
+    probe_interval_s: float = 2.0
+    """Seconds between two questions whether the server answers. Its process is watched besides: an exit shows at
+    once."""
+    progress_interval_s: float = 15.0
+    """Seconds between two proofs that tokens still come out of it; on an idle engine each costs one token."""
+    suspect_after: int = 2
+    """Failed probes in a row after which an engine is suspect. It keeps its traffic."""
+    dead_after_s: float = 60.0
+    """Seconds without a good probe after which an engine is dead: it loses its traffic and is started again."""
+    max_restarts: int = 5
+    """Restarts without a healthy spell between them, after which an engine is given up."""
+    healthy_spell_s: float = 300.0
+    """Healthy seconds after which earlier restarts no longer count."""
+    backoff_s: float = 1.0
+    """Wait before the first restart; it doubles with each further one."""
+    backoff_max_s: float = 60.0
+    """Longest wait before a restart."""
+    pause_limit_s: float = 1800.0
+    """How long the run waits while no engine is healthy, before it ends with an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("probe_interval_s", "progress_interval_s", "dead_after_s", "backoff_s", "pause_limit_s"):
+            if not getattr(self, name) > 0:
+                raise EngineConfigError(f"`{name}` of `health` is {getattr(self, name)}; it must be positive.")
+        for name, least in (("suspect_after", 1), ("max_restarts", 0), ("healthy_spell_s", 0)):
+            if getattr(self, name) < least:
+                raise EngineConfigError(f"`{name}` of `health` is {getattr(self, name)}; it must be {least} or more.")
+        if self.backoff_max_s < self.backoff_s:
+            raise EngineConfigError(
+                f"`backoff_max_s` of `health` is {self.backoff_max_s}, below `backoff_s` = {self.backoff_s}."
+            )
+
+    def backoff(self, restarts: int) -> float:
+        """Seconds to wait before the restart that follows `restarts` others."""
+        return min(self.backoff_s * 2.0 ** min(restarts, 60), self.backoff_max_s)
