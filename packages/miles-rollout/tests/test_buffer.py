@@ -163,7 +163,7 @@ def test_retry_runs_the_prompt_of_a_stale_group_again() -> None:
         await issue(buffer, "a")
         buffer.set_version(1)
         assert buffer.put(make_ref("a")) is Fate.STALE
-        assert events[-1].runs_again
+        assert events[-1].will_retry
         retry = buffer.next_retry()
         assert retry is not None
         assert (retry.prompt.id, retry.retry_of) == ("p-a", "a")

@@ -308,7 +308,7 @@ class GroupBuffer:
             case Verdict.DROP:
                 self._discard(group, Fate.STALE, self._stale_reason(group))
             case Verdict.RETRY:
-                self._discard(group, Fate.STALE, self._stale_reason(group), runs_again=True)
+                self._discard(group, Fate.STALE, self._stale_reason(group), will_retry=True)
                 self._retries.append(Retry(prompt=group.prompt, retry_of=group.id))
         return verdict
 
@@ -387,10 +387,10 @@ class GroupBuffer:
         fresh = [e.oldest_version for e in group.ref.episodes if e.id not in masked]
         return max((self._version - version for version in fresh if version is not None), default=0)
 
-    def _discard(self, group: _Open, fate: Fate, reason: str, *, runs_again: bool = False) -> None:
+    def _discard(self, group: _Open, fate: Fate, reason: str, *, will_retry: bool = False) -> None:
         del self._open[group.id]
         self._meter.discarded[reason if fate is not Fate.ABORTED else "aborted"] += 1
-        self._book.advance(group.id, fate, reason=reason, version=self._version, runs_again=runs_again)
+        self._book.advance(group.id, fate, reason=reason, version=self._version, will_retry=will_retry)
 
     @contextmanager
     def _closing_on_error(self) -> Generator[None]:

@@ -48,7 +48,7 @@ class FateEvent:
     """The stale group whose prompt this one runs again."""
     drawn: int | None = None
     """With IN_FLIGHT: prompts drawn from the stream so far, this group's included. Where a resumed run goes on."""
-    runs_again: bool = False
+    will_retry: bool = False
     """With a discarding fate: its prompt will be issued again, as a group whose `retry_of` is this one."""
 
 
@@ -121,7 +121,7 @@ class FateBook:
         self._prompt_ids[group_id] = prompt_id
         self._fates[group_id] = Fate.IN_FLIGHT
 
-    def advance(self, group_id: str, fate: Fate, *, reason: str, version: int, runs_again: bool = False) -> None:
+    def advance(self, group_id: str, fate: Fate, *, reason: str, version: int, will_retry: bool = False) -> None:
         """Give an open group its next fate; a final fate is never replaced. It holds even if the observer raises."""
         self.require_open(group_id, wanted=fate)
         prompt_id = self._prompt_ids[group_id]
@@ -129,7 +129,7 @@ class FateBook:
         if fate.is_final:
             self._final[fate] += 1
             del self._prompt_ids[group_id]
-        self._tell(group_id, prompt_id, fate, reason=reason, version=version, runs_again=runs_again)
+        self._tell(group_id, prompt_id, fate, reason=reason, version=version, will_retry=will_retry)
 
     def require_open(self, group_id: str, *, wanted: Fate) -> None:
         """Raise unless the group is known and has no final fate yet."""
@@ -171,7 +171,7 @@ class FateBook:
         version: int,
         retry_of: str | None = None,
         drawn: int | None = None,
-        runs_again: bool = False,
+        will_retry: bool = False,
     ) -> None:
         if self._observer is not None:
             self._observer(
@@ -183,6 +183,6 @@ class FateBook:
                     version=version,
                     retry_of=retry_of,
                     drawn=drawn,
-                    runs_again=runs_again,
+                    will_retry=will_retry,
                 )
             )
