@@ -50,7 +50,8 @@ def test_every_prompt_runs_through_the_workers_with_its_own_sampling() -> None:
         assert done.mean == 0.25
         assert done.stderr == 0.25
         assert sorted(sessions.opened)[0] == "heldout-v3-0-0.0"
-        assert done.metrics()["heldout/pass@2"] == 0.25
+        assert done.metrics(prefix="eval/heldout")["eval/heldout/pass@2"] == 0.25
+        assert done.versions == (0, 0)
         assert done.summary() == "heldout: 0.250 ± 0.250 on 4 prompts, 2 samples each"
 
     run_virtual(main())
@@ -68,6 +69,7 @@ def test_a_failed_episode_is_counted_as_failed_and_never_scored_0() -> None:
         assert done.mean == 1.0
         assert (done.num_scored, done.num_failed) == (1, 3)
         assert done.metrics()["eval/prompts_without_score"] == 1
+        assert done.metrics()["eval/failed"] == 0.75
         assert done.metrics()["eval/turns"] == 2
         assert done.summary() == (
             "eval: 1.000 on 2 prompts, 2 samples each; "
@@ -80,7 +82,7 @@ def test_a_failed_episode_is_counted_as_failed_and_never_scored_0() -> None:
 def test_an_evaluation_without_any_score_has_no_mean() -> None:
     empty = result((), (), failed=4)
     assert (empty.mean, empty.stderr, empty.pass_at(1)) == (None, None, None)
-    assert "eval/score" not in empty.metrics()
+    assert not {"eval/score", "eval/score_low", "eval/pass@1"} & set(empty.metrics())
     assert empty.summary().startswith("eval: no score on 2 prompts")
 
 
@@ -102,6 +104,24 @@ def test_pass_at_k_leaves_out_prompts_with_too_few_scores() -> None:
 def test_the_standard_error_is_clustered_by_prompt() -> None:
     scored = result((1.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0))
     assert scored.stderr == pytest.approx(math.sqrt(0.5 / 2)), "eight samples, but only two prompts"
+
+
+def test_pass_at_k_has_an_interval_over_prompts() -> None:
+    scored = result((1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0), (1.0, 0.0, 0.0, 0.0))
+    metrics = scored.metrics()
+    assert metrics["eval/pass@1"] == pytest.approx(7 / 16) == scored.mean
+    assert metrics["eval/pass@2"] == pytest.approx((5 / 6 + 0 + 1 + 1 / 2) / 4)
+    for name in ("score", "pass@1", "pass@2", "pass@4"):
+        value = metrics[f"eval/{'score' if name == 'score' else name}"]
+        assert 0 <= metrics[f"eval/{name}_low"] < value < metrics[f"eval/{name}_high"] <= 1
+    assert metrics["eval/score_low"] == metrics["eval/pass@1_low"], "with rewards of 0 and 1 they are the same number"
+
+
+def test_rewards_beyond_the_unit_interval_get_students_interval() -> None:
+    interval = result((2.0,), (4.0,), (6.0,), samples=1).interval
+    assert interval is not None
+    assert interval.low == pytest.approx(4 - 4.30265 * 2 / math.sqrt(3), rel=1e-4)
+    assert interval.high == pytest.approx(4 + 4.30265 * 2 / math.sqrt(3), rel=1e-4)
 
 
 def test_an_evaluation_of_nothing_is_refused() -> None:

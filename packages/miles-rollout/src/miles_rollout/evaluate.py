@@ -1,4 +1,4 @@
-"""Held-out prompts through the same machinery as training: mean with its error, avg@k, pass@k, failures."""
+"""Held-out prompts through the same machinery as training: avg@k and pass@k with intervals, and failures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from miles_tito import GroupRef, Prompt, Sampling
 from .dispatch import RunGroup
 from .errors import PromptError
 from .guards import first_line
+from .intervals import Interval, mean, mean_interval, share_interval, standard_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,10 @@ class PromptScore:
 
     prompt_id: str
     rewards: tuple[float, ...]
-    """Of the episodes that got one."""
+    """Of the episodes that got one, as the environment gave them."""
     num_failed: int
+    versions: tuple[int, ...] = ()
+    """Weight versions at which its trajectories began and ended."""
 
     @property
     def mean(self) -> float | None:
@@ -60,44 +63,49 @@ class EvalResult:
     @property
     def mean(self) -> float | None:
         """avg@k: each prompt counts once, over the prompts that have a score; None when none has."""
-        means = self._means()
-        return math.fsum(means) / len(means) if means else None
+        return mean(self._means())
 
     @property
     def stderr(self) -> float | None:
         """Standard error of `mean`, clustered by prompt; None below two scored prompts."""
+        return standard_error(self._means())
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 % confidence interval of `mean`: Wilson's where every reward lies in [0, 1], Student's otherwise."""
         means = self._means()
-        if len(means) < 2:
-            return None
-        center = math.fsum(means) / len(means)
-        variance = math.fsum((value - center) ** 2 for value in means) / (len(means) - 1)
-        return math.sqrt(variance / len(means))
+        is_share = all(0.0 <= reward <= 1.0 for prompt in self.prompts for reward in prompt.rewards)
+        return share_interval(means) if is_share else mean_interval(means)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest weight version of any sampled token; None where the engine named none."""
+        found = [v for prompt in self.prompts for v in prompt.versions if v >= 0]
+        return (min(found), max(found)) if found else None
 
     def pass_at(self, k: int) -> float | None:
         """Unbiased pass@k, 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 §2.1), over prompts with n ≥ k scores."""
-        if not 1 <= k <= self.samples_per_prompt:
-            raise ValueError(f"pass@{k} needs 1 ≤ k ≤ {self.samples_per_prompt}, the samples per prompt.")
-        values = [
-            1.0 - math.comb(n - passed, k) / math.comb(n, k)
-            for prompt in self.prompts
-            if (n := len(prompt.rewards)) >= k
-            for passed in [sum(reward >= self.success_reward for reward in prompt.rewards)]
-        ]
-        return math.fsum(values) / len(values) if values else None
+        return mean(self._pass_values(k))
 
-    def metrics(self) -> dict[str, float]:
-        """As metrics; a score that does not exist is absent rather than 0."""
+    def pass_interval(self, k: int) -> Interval | None:
+        """95 % confidence interval of `pass_at(k)`, clustered by prompt; None below two prompts with k scores."""
+        return share_interval(self._pass_values(k))
+
+    def metrics(self, *, prefix: str = "eval") -> dict[str, float]:
+        """As metrics named `<prefix>/<what>`; a score that does not exist is absent rather than 0."""
         numbers: dict[str, float | None] = {
             "score": self.mean,
             "stderr": self.stderr,
+            **_ends("score", self.interval),
             "episodes": float(self.num_episodes),
-            "failed": float(self.num_failed),
+            "failed": self.num_failed / self.num_episodes if self.num_episodes else None,
             "prompts_without_score": float(sum(not prompt.rewards for prompt in self.prompts)),
             "seconds": self.seconds,
-            **{f"pass@{k}": self.pass_at(k) for k in _powers_of_two(self.samples_per_prompt)},
             **self.env_metrics,
         }
-        return {f"{self.name}/{key}": value for key, value in numbers.items() if value is not None}
+        for k in _powers_of_two(self.samples_per_prompt):
+            numbers |= {f"pass@{k}": self.pass_at(k), **_ends(f"pass@{k}", self.pass_interval(k))}
+        return {f"{prefix}/{key}": value for key, value in numbers.items() if value is not None}
 
     def summary(self) -> str:
         """One line for people."""
@@ -106,13 +114,26 @@ class EvalResult:
         else:
             score = f"{self.mean:.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
         text = f"{self.name}: {score} on {len(self.prompts)} prompts, {self.samples_per_prompt} samples each"
-        if not self.num_failed:
-            return text
-        cause, count = max(self.failures.items(), key=lambda item: item[1])
-        return f"{text}; {self.num_failed} of {self.num_episodes} episodes failed, {count} with: {cause}"
+        return f"{text}; {self.why_failed()}" if self.num_failed else text
+
+    def why_failed(self) -> str:
+        """How many episodes failed, and the most common cause."""
+        cause, count = max(self.failures.items(), key=lambda item: item[1], default=("none", 0))
+        return f"{self.num_failed} of {self.num_episodes} episodes failed, {count} with: {cause}"
 
     def _means(self) -> list[float]:
         return [prompt.mean for prompt in self.prompts if prompt.mean is not None]
+
+    def _pass_values(self, k: int) -> list[float]:
+        """pass@k of each prompt that has k scores."""
+        if not 1 <= k <= self.samples_per_prompt:
+            raise ValueError(f"pass@{k} needs 1 ≤ k ≤ {self.samples_per_prompt}, the samples per prompt.")
+        return [
+            1.0 - math.comb(n - passed, k) / math.comb(n, k)
+            for prompt in self.prompts
+            if (n := len(prompt.rewards)) >= k
+            for passed in [sum(reward >= self.success_reward for reward in prompt.rewards)]
+        ]
 
 
 async def evaluate(
@@ -161,7 +182,14 @@ async def evaluate(
 
 def _score(ref: GroupRef) -> PromptScore:
     rewards = tuple(reward for reward in ref.rewards if reward is not None)
-    return PromptScore(prompt_id=ref.prompt_id, rewards=rewards, num_failed=len(ref.rewards) - len(rewards))
+    trajectories = [trajectory for episode in ref.episodes for trajectory in episode.trajectories]
+    versions = {v for t in trajectories for v in (t.oldest_version, t.newest_version) if v is not None}
+    return PromptScore(
+        prompt_id=ref.prompt_id,
+        rewards=rewards,
+        num_failed=len(ref.rewards) - len(rewards),
+        versions=tuple(sorted(versions)),
+    )
 
 
 def _failures(refs: Sequence[GroupRef]) -> dict[str, int]:
@@ -179,3 +207,7 @@ def _env_metrics(refs: Sequence[GroupRef]) -> dict[str, float]:
 
 def _powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
+
+
+def _ends(name: str, interval: Interval | None) -> dict[str, float | None]:
+    return {f"{name}_low": interval.low, f"{name}_high": interval.high} if interval is not None else {}
