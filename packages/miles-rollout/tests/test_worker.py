@@ -240,6 +240,12 @@ def test_infrastructure_failures_are_retried_as_attempts_of_the_same_episode() -
         assert (episode.id, episode.attempt, episode.reward) == ("g/0", 5, 1)
         assert sessions.closed == ["g-0.3", "g-0.4", "g-0.5"]
         assert worker.metrics()["worker/retried"] == 2
+        assert [(a.attempt, a.outcome, a.error) for a in episode.failed_attempts] == [
+            (3, Outcome.INFRA_ABORT, "ConnectionError: engine restarts"),
+            (4, Outcome.INFRA_ABORT, "ConnectionError: engine restarts"),
+        ]
+        assert episode.finished_at is not None
+        assert all(a.finished_at <= episode.finished_at for a in episode.failed_attempts)
 
     run_virtual(main())
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from miles_tito import (
     Episode,
     EpisodeResult,
+    FailedAttempt,
     FinishReason,
     Group,
     Outcome,
@@ -96,6 +97,16 @@ def trajectories(draw: st.DrawFn, id: str = "t") -> Trajectory:
     )
 
 
+FAILED_ATTEMPTS = st.builds(
+    FailedAttempt,
+    attempt=st.integers(0, 9),
+    outcome=st.just(Outcome.INFRA_ABORT),
+    error=NAMES,
+    seconds=st.floats(0, 1e6),
+    finished_at=st.floats(0, 1e10),
+)
+
+
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     group_id, prompt_id = draw(NAMES), draw(NAMES)
@@ -113,6 +124,8 @@ def groups(draw: st.DrawFn) -> Group:
                 trajectories=tuple(draw(trajectories(id=f"e{n}:{k}")) for k in range(draw(st.integers(0, 2)))),
                 metrics=draw(st.dictionaries(NAMES, REWARDS, max_size=3)),
                 seconds=draw(st.floats(0, 1e6)),
+                finished_at=draw(st.none() | st.floats(0, 1e10)),
+                failed_attempts=tuple(draw(st.lists(FAILED_ATTEMPTS, max_size=2))),
             )
         )
     return Group(id=group_id, prompt_id=prompt_id, episodes=tuple(episodes), metadata=draw(PLAIN))

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import random
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -23,6 +24,7 @@ from miles_tito import (
     Env,
     Episode,
     EpisodeResult,
+    FailedAttempt,
     FinishReason,
     Group,
     GroupRef,
@@ -185,12 +187,14 @@ class Worker:
     ) -> Episode:
         """One episode with its retries; each attempt is a session of its own."""
         last_attempt = first_attempt + self._retries
+        failed: list[FailedAttempt] = []
         for attempt in range(first_attempt, last_attempt + 1):
             ctx = Ctx(run_id=self._run_id, episode_id=f"{group_id}/{index}", attempt=attempt)
             episode = await self._attempt(prompt, group_id, ctx, sampling)
             if episode.outcome is not Outcome.INFRA_ABORT or attempt == last_attempt:
-                return episode
+                return replace(episode, failed_attempts=tuple(failed))
             self._num_retried += 1
+            failed.append(_failed(episode))
             logger.warning("episode %s attempt %d failed and is retried: %s", episode.id, attempt, episode.error)
             await asyncio.sleep(_backoff_s(self._backoff_s, ctx, number=attempt - first_attempt))
         raise AssertionError("the last attempt returns")
@@ -232,6 +236,7 @@ class Worker:
             trajectories=trajectories if result.outcome.has_reward else (),
             metrics=dict(result.metrics),
             seconds=clock() - started,
+            finished_at=time.time(),
         )
 
     async def _open(self, session_id: str, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Policy:
@@ -303,6 +308,18 @@ def _backoff_s(base_s: float, ctx: Ctx, *, number: int) -> float:
     """Seconds before the retry after attempt `number`; spread, so that siblings do not come back as one crowd."""
     spread = random.Random(f"{ctx.episode_id}.{ctx.attempt}").uniform(0.75, 1.25)  # by id: a replay waits the same
     return min(base_s * 2**number, LONGEST_BACKOFF_S) * spread
+
+
+def _failed(episode: Episode) -> FailedAttempt:
+    """What is kept of an attempt that is tried again."""
+    assert episode.finished_at is not None, "_attempt looks at the clock"
+    return FailedAttempt(
+        attempt=episode.attempt,
+        outcome=episode.outcome,
+        error=episode.error,
+        seconds=episode.seconds,
+        finished_at=episode.finished_at,
+    )
 
 
 def _verdict(task: asyncio.Task[EpisodeResult]) -> EpisodeResult:

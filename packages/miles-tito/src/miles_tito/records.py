@@ -245,6 +245,18 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAttempt:
+    """An attempt of an episode that ended without a verdict and was tried again."""
+
+    attempt: int
+    outcome: Outcome
+    error: str | None
+    seconds: float
+    finished_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """One execution of a task, however many trajectories its agent made."""
 
@@ -259,6 +271,10 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     seconds: float = 0.0
     """Wall time of the execution, set-up and grading included."""
+    finished_at: float | None = None
+    """Seconds since 1970; None where nobody looked at the clock."""
+    failed_attempts: tuple[FailedAttempt, ...] = ()
+    """Those before this one, `attempt`."""
 
     def __post_init__(self) -> None:
         check_reward(self.outcome, self.reward, self.error)

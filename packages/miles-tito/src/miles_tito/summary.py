@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .records import Episode, Group, Outcome
+from .records import Episode, FailedAttempt, Group, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,10 @@ class EpisodeSummary:
     seconds: float
     metrics: Mapping[str, float]
     trajectories: tuple[TrajectorySummary, ...]
+    finished_at: float | None = None
+    """Seconds since 1970."""
+    failed_attempts: tuple[FailedAttempt, ...] = ()
+    """Those before this one."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -96,4 +100,6 @@ def _episode(episode: Episode) -> EpisodeSummary:
             )
             for t in episode.trajectories
         ),
+        finished_at=episode.finished_at,
+        failed_attempts=episode.failed_attempts,
     )

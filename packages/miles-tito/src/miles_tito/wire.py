@@ -19,6 +19,7 @@ from .errors import MilesError, WireError
 from .records import (
     Episode,
     EpisodeResult,
+    FailedAttempt,
     FinishReason,
     Group,
     Outcome,
@@ -264,11 +265,20 @@ _NESTED.update(
             "routed_layers": tuple,
             "finish_reason": _choice(FinishReason),
         },
-        Episode: {"outcome": _choice(Outcome), "trajectories": _records(Trajectory)},
+        FailedAttempt: {"outcome": _choice(Outcome)},
+        Episode: {
+            "outcome": _choice(Outcome),
+            "trajectories": _records(Trajectory),
+            "failed_attempts": _records(FailedAttempt),
+        },
         Group: {"episodes": _records(Episode)},
         Sample: {"versions": _records(VersionSpan), "routed_layers": tuple},
         TrajectorySummary: {},
-        EpisodeSummary: {"outcome": _choice(Outcome), "trajectories": _records(TrajectorySummary)},
+        EpisodeSummary: {
+            "outcome": _choice(Outcome),
+            "trajectories": _records(TrajectorySummary),
+            "failed_attempts": _records(FailedAttempt),
+        },
         GroupRef: {"episodes": _records(EpisodeSummary)},
     }
 )
