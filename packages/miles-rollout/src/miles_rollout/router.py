@@ -21,7 +21,7 @@ import httpx
 from miles_tito.errors import EngineError
 
 from miles_rollout.engines.errors import EngineStartError
-from miles_rollout.engines.ports import PortReservation
+from miles_rollout.engines.ports import PortReservation, reserve
 from miles_rollout.engines.process import OwnedProcess
 from miles_rollout.engines.versions import check_smg
 
@@ -56,16 +56,20 @@ OPTIONS: Sequence[str] = (
 class Router:
     """An smg process. Engines are added and removed while it runs. Every method may be called from any thread."""
 
-    def __init__(self, *, log_path: Path, host: str = "127.0.0.1", request_timeout_s: float = 3600.0) -> None:
-        """Prepare a router; `start` starts it.
+    def __init__(
+        self, *, log_path: Path, host: str = "127.0.0.1", port: int = 0, request_timeout_s: float = 3600.0
+    ) -> None:
+        """Prepare a router; `start` starts it, and after its end starts it again at the same address.
 
         Args:
             log_path: receives what it prints; appended to.
             host: the address to listen on. The default is reachable from this machine only.
+            port: where to listen; 0 chooses a free one.
             request_timeout_s: how long one generation may take.
         """
         self.log_path = log_path
         self.host = host
+        self._port = port
         self.request_timeout_s = request_timeout_s
         self._process: OwnedProcess | None = None
         self._reservations: tuple[PortReservation, ...] = ()
@@ -96,7 +100,10 @@ class Router:
         if self._process is not None and self._process.poll() is None:
             raise EngineStartError(f"The router already runs at {self.url}; stop it first.")
         # Its metrics go to a port as well, which is fixed and open to every host unless told otherwise.
-        self._reservations = (PortReservation(self.host), PortReservation("127.0.0.1"))
+        for reservation in self._reservations:
+            reservation.close()
+        self._reservations = (reserve(self.host, self._port), reserve("127.0.0.1"))
+        self._port = self._reservations[0].port
         port, metrics_port = (str(reservation.port) for reservation in self._reservations)
         command = [sys.executable, "-m", "smg", "launch", "--host", self.host, "--port", port, *OPTIONS]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
@@ -149,6 +156,18 @@ class Router:
             for worker_id in ids:
                 self._call("DELETE", f"/workers/{worker_id}", allowed=(HTTPStatus.NOT_FOUND,))
             self._pause_until(deadline, f"{url} is still a worker of the router after {timeout_s:.0f} s")
+
+    def set_workers(self, urls: Sequence[str], *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
+        """Route to exactly these engines. Those that leave do so first: they may be dead.
+
+        Raises:
+            EngineError: smg does not answer, or one did not become a worker within `timeout_s`.
+        """
+        wanted = [url.rstrip("/") for url in urls]
+        for url in self.workers():
+            if url not in wanted:
+                self.remove_worker(url, timeout_s=timeout_s)
+        self.add_worker(*wanted, timeout_s=timeout_s)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End the router within about `grace_s` + 5 seconds. Requests in flight fail. Idempotent."""

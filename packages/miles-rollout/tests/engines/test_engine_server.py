@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import textwrap
@@ -258,3 +259,28 @@ async def test_watch_notices_that_an_external_server_went(fake_engine: Callable[
     external.close()
     with pytest.raises(EngineDied, match="has not answered 3 probes in a row"):
         await watching
+
+
+def test_a_server_that_was_killed_starts_again_at_its_address(make: Callable[..., EngineServer]):
+    server = make("serves")
+    server.start()
+    url = server.wait_ready()
+    for pid in server.process.members():
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait(10)
+    server.start()
+    assert server.wait_ready() == url
+    assert httpx.get(f"{url}/model_info").status_code == 200
+
+
+def test_a_server_starts_at_the_port_that_another_one_had(make: Callable[..., EngineServer]):
+    first = make("serves")
+    first.start()
+    url = first.wait_ready()
+    first.stop()
+    second = EngineServer(first.config, model_path="m", log_path=first.log_path, port=int(url.rpartition(":")[2]))
+    try:
+        second.start()
+        assert second.wait_ready() == url
+    finally:
+        second.stop()

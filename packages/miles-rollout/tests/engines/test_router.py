@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -143,3 +145,26 @@ def test_a_router_of_another_version_is_not_started(router: Router, monkeypatch:
     monkeypatch.setattr(metadata, "version", lambda name: "0.0.1")
     with pytest.raises(EngineVersionError, match=r"smg 0\.0\.1 is installed"):
         router.start()
+
+
+@needs_smg
+def test_the_engines_of_a_router_can_be_set_at_once(router: Router, fake_engine: Callable[[], Any]):
+    first, second, third = fake_engine(), fake_engine(), fake_engine()
+    router.start([first.url, second.url])
+    second.close()
+    router.set_workers([third.url, first.url])
+    assert router.workers() == {first.url: True, third.url: True}
+    router.set_workers([])
+    assert router.workers() == {}
+
+
+@needs_smg
+def test_a_router_that_was_killed_starts_again_at_its_address(router: Router, fake_engine: Callable[[], Any]):
+    engine = fake_engine()
+    url = router.start([engine.url])
+    for pid in router.process.members():
+        os.kill(pid, signal.SIGKILL)
+    router.process.wait(10)
+    assert router.poll() is not None
+    assert router.start([engine.url]) == url
+    assert generate(router, "s") == engine.url

@@ -23,7 +23,7 @@ from miles_rollout.engines.versions import check_sglang, check_smg
 
 if TYPE_CHECKING:
     from miles_rollout.engines.attached import AttachedServer
-    from miles_rollout.engines.control import EngineControl, EngineLoad, PauseMode
+    from miles_rollout.engines.control import EngineControl, EngineLoad, EngineProbe, PauseMode
     from miles_rollout.engines.server import EngineServer, Progress
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "EngineEvent",
     "EngineLife",
     "EngineLoad",
+    "EngineProbe",
     "EngineServer",
     "EngineStartError",
     "EngineState",
@@ -57,6 +58,7 @@ _LAZY = {
     "AttachedServer": "attached",
     "EngineControl": "control",
     "EngineLoad": "control",
+    "EngineProbe": "control",
     "EngineServer": "server",
     "PauseMode": "control",
     "Progress": "server",

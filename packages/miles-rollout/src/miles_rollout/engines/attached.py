@@ -65,6 +65,10 @@ class AttachedServer:
         """None: an external server has no exit status here. `watch` notices when it goes."""
         return None
 
+    def log_tail(self) -> str:
+        """Nothing: its log is its owner's."""
+        return ""
+
     async def watch(self, interval_s: float = 2.0) -> None:
         """Return when `stop` was called; raise when the server stops answering.
 

@@ -141,3 +141,28 @@ class EngineControl:
                 retryable=response.is_server_error,
             )
         return response
+
+
+class EngineProbe:
+    """`Probe` of the supervisor, over HTTP."""
+
+    def __init__(self, *, api_key: str | None = None) -> None:
+        self._api_key = api_key
+
+    async def version(self, url: str) -> int | None:
+        """The weights that the engine says it serves; None when it does not answer."""
+        async with EngineControl(url, api_key=self._api_key, timeout_s=PROBE_TIMEOUT_S) as control:
+            try:
+                return await control.weight_version()
+            except EngineError:
+                return None
+
+    async def makes_progress(self, url: str) -> bool:
+        """Whether a token gets through; says so after 20 s at the latest, which is SGLang's own limit."""
+        async with EngineControl(url, api_key=self._api_key) as control:
+            return await control.probe()
+
+    async def abort_all(self, url: str) -> None:
+        """End everything that the engine runs."""
+        async with EngineControl(url, api_key=self._api_key) as control:
+            await control.abort()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import socket
+import time
 from types import TracebackType
+
+from miles_rollout.engines.errors import EngineStartError
+
+POLL_S = 0.05
 
 
 class PortReservation:
@@ -35,6 +40,24 @@ class PortReservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def reserve(host: str, port: int = 0, *, wait_s: float = 10.0) -> PortReservation:
+    """A reservation of `port`, which may still belong for a moment to the dead server that is started again there.
+
+    Raises:
+        EngineStartError: it is still taken after `wait_s`.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return PortReservation(host, port)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EngineStartError(
+                    f"Port {port} of {host} cannot be had: {error}. End what listens there, or choose another."
+                ) from error
+        time.sleep(POLL_S)
 
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:

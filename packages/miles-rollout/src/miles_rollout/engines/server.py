@@ -20,7 +20,7 @@ from miles_rollout.engines.command import server_command, server_environment
 from miles_rollout.engines.config import EngineConfig
 from miles_rollout.engines.device import resolve_device
 from miles_rollout.engines.errors import EngineDied, EngineStartError
-from miles_rollout.engines.ports import PortReservation
+from miles_rollout.engines.ports import PortReservation, reserve
 from miles_rollout.engines.process import OwnedProcess
 from miles_rollout.engines.versions import Device, check_sglang
 
@@ -62,15 +62,17 @@ class EngineServer:
         model_path: str | Path,
         log_path: Path,
         host: str = "127.0.0.1",
+        port: int = 0,
         weight_version: int = 0,
     ) -> None:
-        """Describe a server; `start` starts it.
+        """Describe a server; `start` starts it, and after its end starts it again at the same address.
 
         Args:
             config: what to start; `urls` must be empty (see `AttachedServer`).
             model_path: a local folder or a hub name.
             log_path: receives what the server prints; appended to.
             host: the address to listen on. The default is reachable from this machine only.
+            port: where to listen; 0 chooses a free one.
             weight_version: the number of the weights in `model_path`.
         """
         assert not config.urls, "servers of `urls` are attached to, not started"
@@ -79,6 +81,8 @@ class EngineServer:
         self.model_path = model_path
         self.log_path = log_path
         self.host = host
+        self._port = port
+        """0 until the first start has found one that works."""
         self.weight_version = weight_version
         self._stop_asked = threading.Event()
         self._launching = threading.Lock()  # no process is started after stop() has looked for one to end
@@ -138,11 +142,16 @@ class EngineServer:
                 reported = now
                 on_progress(Progress(now - began, self.process.log_tail(1)))
             self._stop_asked.wait(POLL_S)
+        self._port = _port(self.url)
         return self.url
 
     def poll(self) -> int | None:
         """Exit status of the server, 128 + n if signal n ended it; None while it runs."""
         return self.process.poll()
+
+    def log_tail(self) -> str:
+        """The last lines that the process wrote; "" before there is one."""
+        return "" if self._process is None else self._process.log_tail()
 
     async def watch(self, interval_s: float = 0.5) -> None:
         """Return when the server is stopped; raise when it exits by itself. Made for a task group.
@@ -183,7 +192,7 @@ class EngineServer:
     def _start_process(self) -> None:
         if self._reservation is not None:
             self._reservation.close()
-        self._reservation = PortReservation(self.host)
+        self._reservation = reserve(self.host, self._port)
         command = server_command(
             self.config,
             model_path=self.model_path,
