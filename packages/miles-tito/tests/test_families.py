@@ -190,5 +190,5 @@ def test_auto_refuses_a_template_that(habit: str, tmp_path: Path, write_tokenize
 
 
 def test_an_unknown_family_is_refused_with_those_known(tokenizer: Tokenizer):
-    with pytest.raises(TemplateError, match="'qwen2'; known: auto, .*qwen3, .*smollm2, tiny"):
+    with pytest.raises(TemplateError, match=r"'qwen2'; known: auto, .*qwen3, .*smollm2, tiny"):
         choose_family("qwen2", tokenizer)

@@ -259,12 +259,11 @@ class Joiner:
     def _render(
         self, messages: Sequence[Message], setting: Setting, tools: Tools, *, generation_prompt: bool = True
     ) -> str:
+        variables = setting.variables
+        if self.family.texts:
+            variables = {**variables, **self.family.texts(self.tokenizer.guard(tools), variables)}
         return self.tokenizer.render(
-            messages,
-            tools=tools,
-            generation_prompt=generation_prompt,
-            now=setting.now,
-            variables=setting.variables,
+            messages, tools=tools, generation_prompt=generation_prompt, now=setting.now, variables=variables
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,9 +93,10 @@ def probe_template(tokenizer: Tokenizer, family: Family | None = None) -> list[F
     findings = [
         _check(f"{what} after {history_name}", partial(check_join, joiner, history, appended), joiner)
         for history_name, history in HISTORIES.items()
-        if tools and joiner.writes_tool_calls or history_name != "a tool turn"
+        if (tools and joiner.writes_tool_calls) or history_name != "a tool turn"
         for what, appended in APPENDED.items()
         if tools or appended[0]["role"] != "tool"
+        if joiner.family.parallel_calls or what != "two tool results"
     ]
     findings += [
         _check("nothing is dropped", partial(_kept, joiner, tools=tools), joiner),
@@ -190,17 +192,18 @@ def check_join(
 ) -> str | None:
     """What is wrong with `appended` behind a reply to `history`, None for nothing.
 
-    Nothing in front of the reply may change when messages are appended, and what is appended must be written the
-    same alone (as sessions do) and in context (as the template means it).
+    Nothing in front of the reply may change when messages are appended, earlier reasoning excepted: sessions keep what
+    was sampled. And what is appended must be written the same alone (as sessions do) and in context (as the template
+    means it).
     """
     setting = setting or Setting()
     results = next((n for n, message in enumerate(appended) if message["role"] != "tool"), len(appended))
     calls = results and joiner.writes_tool_calls
     reply = called(*[_REPLY] * results, content=_REPLY) if calls else said("assistant", _REPLY)
-    before = joiner.render(history, setting, generation_prompt=False)
+    before = _bare(joiner.render(history, setting, generation_prompt=False), joiner.family)
     prompt = joiner.render(history, setting)
     whole = joiner.render([*history, reply, *appended], setting)
-    for text in (prompt, whole):
+    for text in (_bare(prompt, joiner.family), _bare(whole, joiner.family)):
         if not text.startswith(before):
             at = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), len(text))
             return f"what stands before is rewritten: {before[at:][:40]!r} becomes {text[at:][:40]!r}."
@@ -212,6 +215,14 @@ def check_join(
     if not np.array_equal(alone, joiner.tokenizer.encode_guarded(after[min(found) :])):
         return f"the text appended is not written alike in context: {after[min(found) :][:80]!r}."
     return None
+
+
+def _bare(text: str, family: Family) -> str:
+    """`text` without its reasoning and the marks of it."""
+    if family.reasoning is None:
+        return text
+    opening, end = map(re.escape, family.reasoning)
+    return re.sub(rf"{opening}(?:(?!{opening}).)*?{end}\s*|{opening}\s*|{end}\s*", "", text, flags=re.DOTALL)
 
 
 def _check(case: str, check: Callable[[], str | None], joiner: Joiner, *, level: Level = "error") -> Finding:
@@ -291,10 +302,9 @@ def _bos(joiner: Joiner) -> str | None:
     bos = joiner.tokenizer.bos_id
     if bos is None:
         return None
+    name = joiner.tokenizer.token_text(bos)
     ids = joiner.start([said("user", "q")], Setting(tools=(PROBE_TOOL,) if joiner.lists_tools else ()))
     count = int((ids == bos).sum())
     if count == 0 and joiner.tokenizer.adds_bos:
-        return (
-            f"the template writes no {joiner.tokenizer.token_text(bos)!r}, which this tokenizer puts before plain text."
-        )
-    return f"the template writes {count} of {joiner.tokenizer.token_text(bos)!r}." if count > 1 else None
+        return f"the template does not write {name!r}, which this tokenizer puts before plain text."
+    return f"the template writes {name!r} {count} times." if count > 1 else None

@@ -78,12 +78,16 @@ class Family:
     """Whether the template wants the arguments of a tool call as JSON text."""
     reasoning_field: str = "reasoning_content"
     """The message field that the template reads reasoning from."""
+    parallel_calls: bool = True
+    """Whether one turn can hold several tool calls."""
     short_ids: bool = False
     """Whether the template takes tool call ids of 9 letters and digits only."""
     habits: tuple[str, ...] = ()
     """Cases in which this family's own template contradicts itself; a session writes them as in a first turn."""
     template: str | None = None
     """The chat template for model folders that ship none."""
+    texts: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Mapping[str, str]] | None = None
+    """Tools and template variables to further variables that `template` writes."""
     image: ImageFormat | None = None
 
     @property

@@ -7,5 +7,6 @@ FAMILY = Family(
     name="llama-3.1",
     close="<|eot_id|>",
     stops=("<|eot_id|>", "<|eom_id|>"),
+    parallel_calls=False,
     tool_call=CallFormat(open="<|python_tag|>", close="", read=read_parameters, bare=True),
 )

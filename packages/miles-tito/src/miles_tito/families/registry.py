@@ -7,6 +7,8 @@ from miles_tito.tokenizer import Tokenizer
 
 from . import (
     deepseek_v3,
+    deepseek_v4,
+    deepseek_v32,
     gemma_3,
     glm,
     gpt_oss,
@@ -23,7 +25,7 @@ from . import (
 from .base import Family
 
 _MODULES = (
-    *(deepseek_v3, gemma_3, glm, gpt_oss, kimi_k2, llama_3_1, minimax_m2),
+    *(deepseek_v3, deepseek_v32, deepseek_v4, gemma_3, glm, gpt_oss, kimi_k2, llama_3_1, minimax_m2),
     *(mistral, nemotron_3, qwen3, qwen3_5, smollm2, tiny),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}

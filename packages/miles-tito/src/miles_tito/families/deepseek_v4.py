@@ -1,0 +1,92 @@
+"""DeepSeek V4: calls in DSML, tool results inside a user turn.
+
+The model ships no chat template; this is one. The text that introduces tools, or a reasoning effort, comes from
+DeepSeek's own package `deepseek-recipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from miles_tito.errors import MissingDependency
+
+from .base import CallFormat, Family
+from .calls import read_dsml
+from .deepseek_v32 import CALLS
+
+# Variables: `thinking`, or `enable_thinking` (default: true); `reasoning_effort` "low" (default), "high" or "max".
+TEMPLATE = (
+    CALLS
+    + """
+{%- set thinks = thinking if thinking is defined else (enable_thinking if enable_thinking is defined else true) -%}
+{%- set ns = namespace(last=-1, open=false, system='') -%}
+{%- for message in messages -%}
+    {%- if message.role in ('user', 'tool') -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+    {%- if message.role == 'system' -%}{%- set ns.system = ns.system ~ message.content -%}{%- endif -%}
+{%- endfor -%}
+{{- bos_token ~ effort_text ~ ns.system ~ tools_text -}}
+{%- for message in messages -%}
+    {%- if message.role in ('user', 'tool') -%}
+        {{- '\n\n' if not loop.first and loop.previtem.role in ('user', 'tool') else '<｜User｜>' -}}
+        {{- '<tool_result>' ~ message.content ~ '</tool_result>' if message.role == 'tool' else message.content -}}
+        {%- if loop.last or loop.nextitem.role not in ('user', 'tool') -%}
+            {%- set keeps = thinks and (tools or loop.index0 == ns.last) -%}
+            {{- '<｜Assistant｜>' ~ ('<think>' if keeps else '</think>') -}}
+            {%- set ns.open = keeps -%}
+        {%- endif -%}
+    {%- elif message.role == 'assistant' -%}
+        {%- if ns.open -%}{{- (message.reasoning_content or '') ~ '</think>' -}}{%- endif -%}
+        {{- message.content -}}
+        {%- if message.tool_calls -%}{{- calls_block('tool_calls', message.tool_calls) -}}{%- endif -%}
+        {{- eos_token -}}
+    {%- elif message.role != 'system' -%}
+        {{- raise_exception('no such role: ' ~ message.role) -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+)
+
+
+def texts(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Mapping[str, str]:
+    """The template variables `tools_text` and `effort_text`."""
+    thinks = variables.get("thinking", variables.get("enable_thinking", True))
+    effort = str(variables.get("reasoning_effort", "low")) if thinks else "low"
+    return {
+        "tools_text": _between(tools, "low", thinks=bool(thinks)) if tools else "",
+        "effort_text": _between((), effort, thinks=True) if effort != "low" else "",
+    }
+
+
+def _between(tools: Sequence[Mapping[str, Any]], effort: str, *, thinks: bool) -> str:
+    """What DeepSeek's encoder writes in front of the first user turn."""
+    try:
+        import deepseek_recipe
+    except ImportError as error:
+        raise MissingDependency(
+            "DeepSeek V4 introduces tools and reasoning efforts with a text of its own: pip install "
+            "'miles-tito[deepseek]', or put a chat_template.jinja into the model folder."
+        ) from error
+    recipe = cast("Any", deepseek_recipe)
+    functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
+    conversation = recipe.Conversation(
+        messages=[recipe.UserMessage("")],
+        thinking_mode=thinks,
+        tools=[recipe.ToolDefinition(f["name"], f.get("description"), f.get("parameters")) for f in functions],
+        reasoning_effort=effort,
+    )
+    prompt: str = recipe.DeepseekV4Encoding().render_conversation(conversation).prompt
+    return prompt.removeprefix("<｜begin▁of▁sentence｜>").partition("<｜User｜>")[0]
+
+
+FAMILY = Family(
+    name="deepseek-v4",
+    close="<｜end▁of▁sentence｜>",
+    reasoning=("<think>", "</think>"),
+    tool_call=CallFormat(
+        open="<｜DSML｜tool_calls>", close="</｜DSML｜tool_calls>", inner=("｜DSML｜",), read=read_dsml
+    ),
+    late_system="fold",  # its encoder moves them to the top, in front of what is stored
+    template=TEMPLATE,
+    texts=texts,
+)
