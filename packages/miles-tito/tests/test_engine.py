@@ -59,10 +59,15 @@ class FakeSGLang:
         self.headers: list[dict[str, str]] = []
         self.aborted: list[str] = []
         self.abort_seen = asyncio.Event()
+        self.is_paused = False
+        self.loads: list[tuple[int, int]] = []
+        """Running and waiting requests of each data-parallel rank."""
         self.app = Starlette(
             routes=[
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/abort_request", self.abort, methods=["POST"]),
+                Route("/ready", self.ready),
+                Route("/v1/loads", self.say_loads),
             ]
         )
 
@@ -80,6 +85,13 @@ class FakeSGLang:
         self.aborted.append((await asked.json())["rid"])
         self.abort_seen.set()
         return Response()
+
+    async def ready(self, asked: Request) -> Response:
+        return Response(status_code=503 if self.is_paused else 200)
+
+    async def say_loads(self, asked: Request) -> Response:
+        loads = [{"dp_rank": n, "num_running_reqs": r, "num_waiting_reqs": w} for n, (r, w) in enumerate(self.loads)]
+        return JSONResponse({"loads": loads})
 
 
 async def _events(chunks: list[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -168,8 +180,8 @@ async def test_an_abort_in_the_waiting_queue_with_its_short_answer_is_understood
     assert [body["rid"] for body in fake.bodies] == ["r1", "r1"]
 
 
-async def _error(status: int, body: dict[str, Any]) -> Response:
-    return JSONResponse(body, status)
+async def _error(status: int, body: dict[str, Any], **headers: str) -> Response:
+    return JSONResponse(body, status, headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +204,49 @@ async def test_a_refusal_says_what_the_server_said(status: int, text: str, retry
     assert caught.value.retryable is retryable
     assert text[:20] in str(caught.value)
     assert "3 tokens in, up to 8 out" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "retryable"),
+    [
+        (500, "call_upstream_request_error", True),
+        (500, "call_upstream_connection_failed", True),
+        (404, "model_not_found", True),
+        (400, "invalid_request", False),
+    ],
+)
+async def test_a_router_that_lost_its_engine_is_asked_again(status: int, code: str, retryable: bool, served: Served):
+    fake = FakeSGLang(lambda: _error(status, {}, **{"x-smg-error-code": code}))
+    async with served(fake.app) as url:
+        engine = SGLangEngine(url)
+        with pytest.raises(EngineError) as caught:
+            await engine.generate(request())
+        await engine.aclose()
+    assert caught.value.retryable is retryable
+
+
+async def test_behind_a_router_an_abort_goes_to_every_engine_and_not_to_the_router(served: Served):
+    router, first, second = FakeSGLang(), FakeSGLang(), FakeSGLang()
+    async with served(router.app) as url, served(first.app) as first_url, served(second.app) as second_url:
+        engine = SGLangEngine(url, engines=[first_url, second_url, "http://127.0.0.1:9"])
+        await engine.abort("r7")
+        await engine.aclose()
+    assert (router.aborted, first.aborted, second.aborted) == ([], ["r7"], ["r7"])
+
+
+async def test_what_the_engines_know_of_is_counted_unless_one_is_paused(served: Served):
+    first, second = FakeSGLang(), FakeSGLang()
+    first.loads = [(2, 5), (1, 0)]
+    second.loads = [(4, 0)]
+    async with served(first.app) as first_url, served(second.app) as second_url:
+        engine = SGLangEngine("http://127.0.0.1:9", engines=[first_url, second_url, "http://127.0.0.1:9"])
+        assert await engine.num_known() == 12
+        second.is_paused = True
+        assert await engine.num_known() is None
+        await engine.aclose()
+    engine = SGLangEngine("http://127.0.0.1:9")
+    assert await engine.num_known() is None
+    await engine.aclose()
 
 
 async def test_no_server_is_a_retryable_error_that_names_the_url():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from miles_tito import EngineError, FinishReason, Sampling, Tokenizer, VersionSpan
-from miles_tito.generation import MAX_RETRIES, GenerateRequest, Generation, join, one_version, run_turn
+from miles_tito.errors import RequestSwallowed
+from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.testing import Reply, ScriptedEngine
 
 
@@ -89,11 +90,31 @@ async def test_a_broken_stream_goes_on_behind_the_tokens_it_brought():
     assert engine.requests[1].max_new_tokens == 4
 
 
-async def test_a_connection_that_stays_broken_fails_after_a_bounded_number_of_tries():
+async def test_a_connection_that_stays_broken_fails_after_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("miles_tito.generation.RETRY_FOR_S", 0.2)
     engine = ScriptedEngine(lambda asked: Reply(ids=[], error=BROKEN))
     with pytest.raises(EngineError, match="connection lost"):
         await whole(engine, request())
-    assert [asked.rid for asked in engine.requests] == ["r"] * (1 + MAX_RETRIES)
+    assert 2 <= len(engine.requests) <= 5
+    assert {asked.rid for asked in engine.requests} == {"r"}
+
+
+async def test_an_engine_that_returns_after_many_failures_goes_on_with_the_turn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("miles_tito.generation.MAX_WAIT_S", 0.001)
+    broken = [Reply(ids=[], error=BROKEN)] * 30
+    engine = ScriptedEngine([Reply(ids=[1, 2], error=BROKEN), *broken, Reply(ids=[3, 4])])
+    made = await whole(engine, request(), stream=True)
+    assert made.output_ids.tolist() == [1, 2, 3, 4]
+
+
+async def test_a_swallowed_call_is_sent_again_once_and_then_fails():
+    lost = RequestSwallowed("no engine knows of it", retryable=True)
+    engine = ScriptedEngine([Reply(ids=[], error=lost), Reply(ids=[1, 2])])
+    assert (await whole(engine, request())).output_ids.tolist() == [1, 2]
+    engine = ScriptedEngine(lambda asked: Reply(ids=[], error=lost))
+    with pytest.raises(RequestSwallowed, match="no engine knows of it"):
+        await whole(engine, request())
+    assert len(engine.requests) == 2
 
 
 async def test_a_refusal_is_not_tried_again():

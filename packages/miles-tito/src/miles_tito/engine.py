@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -17,17 +17,42 @@ from .records import UNKNOWN_VERSION, FinishReason, VersionSpan
 
 __all__ = ["Engine", "GenerateRequest", "Generation", "SGLangEngine"]
 
-_ABORT_TIMEOUT_S = 5.0
+_CONTROL_TIMEOUT_S = 5.0
+_PAUSED = -1
+_ROUTER_LACKS_ENGINE = ("call_upstream_request_error", "call_upstream_connection_failed", "model_not_found")
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+
+
+class _Loads(msgspec.Struct):
+    """Body of `GET /v1/loads`, one entry a data-parallel rank."""
+
+    loads: list[_Load]
 
 
 class SGLangEngine:
     """One SGLang server, or a router in front of several."""
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, max_connections: int = 1024, timeout_s: float = 900.0
+        self,
+        url: str,
+        *,
+        engines: Sequence[str] = (),
+        api_key: str | None = None,
+        max_connections: int = 1024,
+        timeout_s: float = 900.0,
     ) -> None:
-        """`timeout_s` bounds the silence on one call, a pause for a weight update included."""
+        """
+        Args:
+            engines: the servers behind a router, which does not pass on what is not a generation. Without a router,
+                leave it out.
+            timeout_s: bounds the silence on one call, a pause for a weight update included.
+        """
         self.url = url.rstrip("/")
+        self._engines = tuple(engine.rstrip("/") for engine in engines) or (self.url,)
         self._timeout_s = timeout_s
         self._http = Http(
             silence_s=timeout_s,
@@ -44,7 +69,7 @@ class SGLangEngine:
                 "POST", f"{self.url}/generate", data=_body(request, stream=False), headers=_headers(request)
             ) as response:
                 content: bytes = await response.read()
-        self._check_status(response.status, content, request)
+        self._check_status(response, content, request)
         return _Progress(request).advance(_json(content, request))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
@@ -57,7 +82,7 @@ class SGLangEngine:
                     "POST", f"{self.url}/generate", data=_body(request, stream=True), headers=_headers(request)
                 ) as response:
                     if response.status != 200:
-                        self._check_status(response.status, await response.read(), request)
+                        self._check_status(response, await response.read(), request)
                     async for data in _events(response.content):
                         piece = progress.advance(_json(data, request))
                         ended = piece.finish_reason is not None
@@ -74,18 +99,40 @@ class SGLangEngine:
             raise
 
     async def abort(self, rid: str) -> None:
-        """End the call `rid` if it runs."""
-        # The closed connection ends the call as well, and a router may not pass this on: best effort.
-        limit = self._http.timeout(_ABORT_TIMEOUT_S)
-        with contextlib.suppress(*self._http.error):
-            async with self._http.request("POST", f"{self.url}/abort_request", json={"rid": rid}, timeout=limit):
-                pass
+        """End the call `rid` wherever it runs."""
+        await asyncio.gather(*(self._abort_at(engine, rid) for engine in self._engines))
+
+    async def num_known(self) -> int | None:
+        """Calls that run or wait in the engines; None while that says nothing, as during a weight update."""
+        counts = await asyncio.gather(*(self._num_known_by(engine) for engine in self._engines))
+        answered = [count for count in counts if count is not None]
+        return None if not answered or _PAUSED in answered else sum(answered)
 
     async def aclose(self) -> None:
         """Wait for aborts under way, then close all connections."""
         if self._aborts:
-            await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
+            await asyncio.wait(self._aborts, timeout=_CONTROL_TIMEOUT_S)
         await self._http.aclose()
+
+    async def _abort_at(self, engine: str, rid: str) -> None:
+        # The closed connection ends the call as well: best effort.
+        limit = self._http.timeout(_CONTROL_TIMEOUT_S)
+        with contextlib.suppress(*self._http.error):
+            async with self._http.request("POST", f"{engine}/abort_request", json={"rid": rid}, timeout=limit):
+                pass
+
+    async def _num_known_by(self, engine: str) -> int | None:
+        """Calls of one engine; `_PAUSED` while new ones wait outside its queue, None when it does not answer."""
+        limit = self._http.timeout(_CONTROL_TIMEOUT_S)
+        try:
+            async with self._http.request("GET", f"{engine}/ready", timeout=limit) as response:
+                if response.status != 200:
+                    return _PAUSED
+            async with self._http.request("GET", f"{engine}/v1/loads?include=core", timeout=limit) as response:
+                loads = msgspec.json.decode(await response.read(), type=_Loads).loads
+        except (*self._http.error, msgspec.DecodeError):
+            return None
+        return sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
 
     def _abort_soon(self, rid: str) -> None:
         task = asyncio.get_running_loop().create_task(self.abort(rid))
@@ -110,12 +157,18 @@ class SGLangEngine:
                 f"{self.url} did not answer {request.rid}: {type(error).__name__} {error}", retryable=True
             ) from error
 
-    def _check_status(self, status: int, content: bytes, request: GenerateRequest) -> None:
+    def _check_status(self, response: Any, content: bytes, request: GenerateRequest) -> None:
+        status: int = response.status
         if status == 200:
             return
         text = content[:500].decode(errors="replace")
-        # Our own earlier sending can still hold the id for a moment after its connection broke.
-        retryable = status in (502, 503, 504) or "Duplicate request ID" in text
+        retryable = (
+            status in (502, 503, 504)
+            # The router's own words for an engine that broke off, or for having none at the moment.
+            or response.headers.get("x-smg-error-code", "") in _ROUTER_LACKS_ENGINE
+            # Our own earlier sending can still hold the id for a moment after its connection broke.
+            or "Duplicate request ID" in text
+        )
         raise EngineError(
             f"{self.url} answered {status} to {request.rid} ({len(request.input_ids)} tokens in, up to "
             f"{request.max_new_tokens} out): {text}",

@@ -33,6 +33,10 @@ class EngineError(MilesError, RuntimeError):
         self.retryable = retryable
 
 
+class RequestSwallowed(EngineError):
+    """An engine accepted a request and knows nothing of it: no answer will ever come."""
+
+
 class WireError(RecordError):
     """Bytes on the wire or on disk are torn, foreign, or from a newer schema."""
 

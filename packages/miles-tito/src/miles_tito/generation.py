@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -11,11 +12,16 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from .arrays import readonly
-from .errors import EngineError
+from .errors import EngineError, RequestSwallowed
 from .records import UNKNOWN_VERSION, FinishReason, Sampling, VersionSpan
 
-MAX_RETRIES = 2
-"""Re-sendings of one request after a broken connection, before the turn fails."""
+logger = logging.getLogger(__name__)
+
+RETRY_FOR_S = 300.0
+"""How long a request is sent again and again after a broken connection, before the turn fails: longer than a router or
+the only engine takes to start anew."""
+MAX_WAIT_S = 2.0
+"""Longest wait between two sendings."""
 MAX_EMPTY_ABORTS = 20
 """Aborts in a row without a new token, before the turn fails."""
 
@@ -129,15 +135,17 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
     the call goes on behind the tokens it has: same `rid`, and the budget that is left, not the whole one.
 
     Raises:
-        EngineError: refused, or interrupted too often.
+        EngineError: refused, interrupted too often, or unanswered for `RETRY_FOR_S`.
+        RequestSwallowed: lost by the engine for a second time.
     """
     done: list[np.ndarray] = []
     left = request.max_new_tokens
-    retries = empty_aborts = 0
+    trouble = _Trouble(request.rid)
     while True:
         ids = np.concatenate([request.input_ids, *done]) if done else request.input_ids
         current = replace(request, input_ids=ids, max_new_tokens=left)
         before = left
+        error: EngineError | None = None
         try:
             async with aclosing(_pieces(engine, current, stream=stream)) as pieces:
                 async for piece in pieces:
@@ -149,25 +157,63 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
                         yield replace(piece, finish_reason=None)
                     if piece.finish_reason not in (None, FinishReason.ABORT):
                         return
-        except EngineError as error:
-            retries = retries + 1 if left == before else 1
-            if not error.retryable or retries > MAX_RETRIES:
-                raise
+        except EngineError as caught:
+            error = caught
+        if left < before:
+            trouble.is_over()
+        if error is not None:
+            trouble.failed(error)
             await engine.abort(request.rid)  # a lost call may still run, and two under one id are refused
-        else:
-            empty_aborts = empty_aborts + 1 if left == before else 0
-            if empty_aborts > MAX_EMPTY_ABORTS:
-                raise EngineError(
-                    f"Request {request.rid} was aborted {empty_aborts} times in a row without a token; the engine is "
-                    "overloaded or somebody aborts its requests without pausing it."
-                )
+        elif left == before:
+            trouble.aborted()
         if left <= 0:
             yield Generation(
                 output_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason=FinishReason.LENGTH
             )
             return
-        if left == before:
-            await asyncio.sleep(min(0.05 * 2 ** max(retries, empty_aborts), 1.0))
+        if trouble.wait_s:
+            await asyncio.sleep(trouble.wait_s)
+
+
+class _Trouble:
+    """What went wrong with one turn since its last token, and when it is enough."""
+
+    def __init__(self, rid: str) -> None:
+        self._rid = rid
+        self._since: float | None = None
+        self._in_a_row = self._empty_aborts = self._swallowed = 0
+
+    @property
+    def wait_s(self) -> float:
+        """Before the next sending."""
+        return min(0.05 * 2 ** min(self._in_a_row, 10), MAX_WAIT_S) if self._in_a_row else 0.0
+
+    def is_over(self) -> None:
+        """A token came."""
+        self._since = None
+        self._in_a_row = self._empty_aborts = 0
+
+    def failed(self, error: EngineError) -> None:
+        """Count a sending without a whole answer; raises where that was the last one."""
+        now = asyncio.get_running_loop().time()
+        if self._since is None:
+            self._since = now
+            if error.retryable:
+                logger.warning("%s is sent again, for up to %g s: %s", self._rid, RETRY_FOR_S, error)
+        self._swallowed += isinstance(error, RequestSwallowed)
+        if not error.retryable or now - self._since > RETRY_FOR_S or self._swallowed > 1:
+            raise error
+        self._in_a_row += 1
+
+    def aborted(self) -> None:
+        """Count an abort without a token; raises where that was the last one."""
+        self._in_a_row += 1
+        self._empty_aborts += 1
+        if self._empty_aborts > MAX_EMPTY_ABORTS:
+            raise EngineError(
+                f"Request {self._rid} was aborted {self._empty_aborts} times in a row without a token; the engine is "
+                "overloaded or somebody aborts its requests without pausing it."
+            )
 
 
 async def _pieces(engine: Engine, request: GenerateRequest, *, stream: bool) -> AsyncGenerator[Generation, None]:
