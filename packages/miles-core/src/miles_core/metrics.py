@@ -42,6 +42,37 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     return metrics | environment_metrics(episodes)
 
 
+class Arrivals:
+    """Groups that finished since the last step, whatever became of them."""
+
+    def __init__(self) -> None:
+        self._lowest, self._highest = math.inf, -math.inf
+        self._groups: list[list[float]] = []
+        """Rewards of each."""
+
+    def add(self, ref: GroupRef) -> None:
+        rewards = [reward for reward in ref.rewards if reward is not None]
+        self._groups.append(rewards)
+        self._lowest = min([self._lowest, *rewards])
+        self._highest = max([self._highest, *rewards])
+
+    def metrics(self) -> dict[str, float]:
+        """Mean reward, and the shares of groups that hold nothing but the lowest or the highest reward; starts again.
+
+        Where every reward so far is the same, nobody knows whether it is the lowest or the highest: 1 and above is
+        taken as the highest, anything below as the lowest.
+        """
+        groups, self._groups = [rewards for rewards in self._groups if rewards], []
+        low, high = self._lowest, self._highest
+        if low == high:
+            low, high = (-math.inf, high) if high >= 1 else (low, math.inf)
+        return {
+            "reward/all_mean": mean([reward for rewards in groups for reward in rewards]),
+            "reward/groups_all_low": mean([float(max(rewards) == low) for rewards in groups]),
+            "reward/groups_all_high": mean([float(min(rewards) == high) for rewards in groups]),
+        }
+
+
 def fate_metrics(counts: FateCounts) -> dict[str, float]:
     """`fate/<fate>`: groups so far."""
     names = ("issued", "trained", "filtered", "stale", "failed", "aborted", "in_flight")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_core.config import ConfigError, load_config
+from miles_core.config import ConfigError, load_config, to_dict
 from miles_core.config.layers import find_file, parse_value, recipe_names
 
 MINIMAL = ["--model.path", "m", "--env.target", "task:make"]
@@ -230,3 +232,15 @@ def test_modules_are_looked_for_beside_the_files_then_here(write, tmp_path):
 def test_any_text_becomes_a_value_or_stays_text(text):
     assert parse_value(text, str) == text
     parse_value(text, int | None)
+
+
+def test_words_are_laid_over_the_configuration_that_a_run_kept() -> None:
+    first = load_config([*MINIMAL, "--rollout.group-size", "4", "--run.steps", "7"], kind="rl")
+    stored = json.loads(json.dumps(to_dict(first.config)))
+    assert load_config([], kind="rl", stored=stored).config == first.config
+    again = load_config(["--run.steps", "9", "--train.optimizer.lr", "1e-4"], kind="rl", stored=stored)
+    assert (again.config.run.steps, again.config.train.optimizer.lr) == (9, 1e-4)
+    assert again.config.rollout == first.config.rollout
+    assert again.warnings == first.warnings, "what a run kept in full was not all given"
+    with pytest.raises(ConfigError, match=r"run\.steps.*must be at least 1"):
+        load_config(["--run.steps", "0"], kind="rl", stored=stored)

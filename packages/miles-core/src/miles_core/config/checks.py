@@ -70,11 +70,13 @@ def _lengths(config: Config) -> Iterator[tuple[KeyPath, str]]:
 def _trackers(config: Config) -> Iterator[tuple[KeyPath, str]]:
     wanted = {
         "tensorboard": config.monitor.tensorboard,
+        "prometheus": config.monitor.prometheus.enabled,
         "wandb": config.monitor.wandb.enabled,
         "trackio": config.monitor.trackio.enabled,
     }
+    modules = {"prometheus": "prometheus_client"}
     for name, is_on in wanted.items():
-        if is_on and importlib.util.find_spec(name) is None:
+        if is_on and importlib.util.find_spec(modules.get(name, name)) is None:
             yield ("monitor", name), f"is on but {name} is not installed: pip install 'miles-core[{name}]'."
 
 

@@ -38,6 +38,14 @@ class Layers:
             else:
                 put(self.table, here, None if _means_none(value, here) else value)
 
+    def over(self, stored: Mapping[str, Any]) -> Layers:
+        """These layers laid over a whole configuration that an earlier run kept."""
+        below = Layers(files=self.files, problems=self.problems)
+        below.merge(stored, "config.json")
+        below.merge(self.table, "")
+        below.sources.update(self.sources)
+        return below
+
 
 def read_layers(words: Sequence[str]) -> Layers:
     """Every file and override of `words`; what cannot be read is a problem, and the rest is read all the same."""

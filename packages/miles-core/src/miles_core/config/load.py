@@ -36,17 +36,21 @@ class Loaded:
         return tuple(dict.fromkeys([*beside, str(Path.cwd())]))
 
 
-def load_config(words: Sequence[str], *, kind: Kind | None = None) -> Loaded:
+def load_config(words: Sequence[str], *, kind: Kind | None = None, stored: Mapping[str, Any] | None = None) -> Loaded:
     """Read, merge, validate and check.
 
     Args:
         words: `@ FILE` (or a recipe's name) and `--dotted.key value`, in any number; later ones win, flags over files.
         kind: which command will run; None only checks what holds for all of them.
+        stored: a whole configuration, as an earlier run kept it, that the words are laid over.
 
     Raises:
         ConfigError: lists every problem.
     """
     layers = read_layers(words)
+    given = set(layers.sources)
+    if stored is not None:
+        layers = layers.over(stored)
     config, problems, repaired = validate(layers)
     if layers.problems:  # what an unreadable file holds cannot be missed by the checks below
         raise ConfigError([*layers.problems, *problems])
@@ -61,7 +65,7 @@ def load_config(words: Sequence[str], *, kind: Kind | None = None) -> Loaded:
         config=config,
         sources=layers.sources,
         files=tuple(layers.files),
-        warnings=tuple(warnings(config, kind, set(layers.sources))),
+        warnings=tuple(warnings(config, kind, given)),
     )
 
 

@@ -36,6 +36,10 @@ def build_monitor(
         from .tensorboard import TensorboardMonitor
 
         optional.append(TensorboardMonitor(run_dir))
+    if config.prometheus.enabled:
+        from .prometheus import PrometheusMonitor
+
+        optional.append(PrometheusMonitor(config.prometheus, run_name=run_dir.name))
     if config.wandb.enabled:
         from .wandb import WandbMonitor
 

@@ -37,6 +37,20 @@ class TrackioConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrometheusConfig:
+    """An endpoint for Prometheus, `pip install 'miles-core[prometheus]'`."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    enabled: bool = False
+    """Serve the latest metrics at http://host:port/metrics while the run goes on."""
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is reachable from this machine only."""
+    port: int = 9400
+    """Port to listen on; 0 takes a free one and says which in the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
     """Where metrics go besides `metrics.jsonl`, which is always written."""
 
@@ -50,6 +64,9 @@ class MonitorConfig:
     """Write TensorBoard events under `<run>/tensorboard`; needs `pip install 'miles-core[tensorboard]'`."""
     fsync_interval_s: float = 5.0
     """Seconds between forced writes of metrics.jsonl to the device; 0 forces every row."""
+    alarms: bool = True
+    """Warn in the log about starving or idle parts, drifting log-probs, groups without signal, and stalls."""
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
 

@@ -15,6 +15,8 @@ METRICS: Final[dict[str, str]] = {
     "reward/std": "Standard deviation of reward over those episodes",
     "reward/min": "Smallest reward of the step",
     "reward/max": "Largest reward of the step",
+    "reward/groups_all_low": "Share of finished groups whose episodes all got the lowest reward seen so far",
+    "reward/groups_all_high": "Share of finished groups whose episodes all got the highest reward seen so far",
     "reward/group_std": "Standard deviation of reward within a group, averaged over groups",
     "eval/score": "Mean held-out reward of this version's weights",
     "eval/stderr": "Standard error of `eval/score`",
