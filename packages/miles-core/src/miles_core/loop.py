@@ -72,13 +72,13 @@ async def run(
     steps: int,
     on_step: OnStep,
 ) -> None:
-    """Train `steps` steps, then stop the producer and wait for its last groups to reach their fate.
+    """Train from the buffer's version up to version `steps`, then stop the producer and its last groups.
 
     Raises whatever ends a producer, a trainer rank or a push: a crashed part ends the run instead of hanging it.
     """
     async with asyncio.TaskGroup() as tasks:
         producer = tasks.create_task(produce(), name="producer")
-        for _ in range(steps):
+        while buffer.version < steps:
             clock = Clock()
             groups = await buffer.take()
             clock.lap("time/take_wait")

@@ -1,4 +1,8 @@
-"""Reinforcement learning: every part started, the loop run, every part stopped."""
+"""Reinforcement learning: the loop over parts that run, and how it is taken up again where it stopped.
+
+parts ─▶ ┌ load the last commit ─▶ push it ─▶ take up open groups ─▶ loop ┐ ─▶ last evaluation, export ─▶ proof
+         └──────────────────── a trainer rank died ◀──────────────────────┘
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ import logging
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from miles_rollout.advantages import advantages_by_episode
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.evaluate import EvalResult, evaluate
+from miles_rollout.fates import Fate, FateEvent
 from miles_rollout.producer import Gate, produce
 from miles_rollout.prompts import PromptStream
 from miles_tito.records import Prompt
@@ -20,178 +24,204 @@ from miles_tito.summary import GroupRef
 from miles_weightsync.config import PushConfig
 
 from . import loop
-from .cluster import Fleet, SessionServers, Trainers, Workers, stop_parts
+from .checkpoints import Checkpoints
+from .commits import Commits
 from .config import Config
-from .fate_index import FateIndex
-from .metrics import mean
-from .model import context_limit
-from .monitor import Monitor
+from .errors import cause
+from .ledger import Ledger
+from .metrics import Arrivals
+from .monitor import Monitor, MultiMonitor
+from .monitor.alarms import Alarms
+from .parts import Parts, TrainerLost
 from .rundir import RunDir
+from .starting import Started, started
+from .takeup import take_up
 from .usage import Usage
-from .warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
+MAX_TRAINER_RESTARTS = 3
+"""In a row without a committed step in between; whatever kills the ranks then goes on doing so."""
+
 
 class RLRun:
-    """One RL run inside a running Ray."""
+    """One RL run over the given parts; in a directory that an earlier start left, it goes on from there."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor) -> None:
+    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._monitor = monitor
+        self._alarms = Alarms(on_alarm=lambda name, text: self._ledger.event("alarm", name, text))
+        self._monitor = MultiMonitor([monitor], [self._alarms] if config.monitor.alarms else [])
+        self._parts = parts
         self._gate = Gate()
-        self._index = FateIndex(run_dir.trajectories)
-        self._buffer = GroupBuffer(config.rollout, observer=self._index)
+        self._ledger = Ledger.open(run_dir.ledger, create=True)
+        self._checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep)
+        self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self._ledger)
         self._usage: Usage | None = None
         self._evals: list[EvalResult] = []
         self._heldout: list[Prompt] = []
-        self._rewards: list[float] = []
-        """Of every episode that finished since the last step, whatever became of its group."""
+        self._arrivals = Arrivals()
+        self._fates: dict[str, int] = {}
         self.version = 0
 
     async def run(self) -> None:
-        """Start, train, evaluate, stop. Whatever happens, every part that was started is stopped."""
-        config, parts = self._config, list[Any]()
-
-        def started(part: Any) -> Any:
-            parts.append(part)
-            return part
-
+        """Start, train, evaluate, stop. Groups that are open when it ends early stay open, for a resumed run."""
         try:
-            trainers = started(Trainers(config.train))
-            sessions = started(SessionServers(config.sessions.count))
-            workers = started(Workers(config, run_dir=self._run_dir))
-            model = await trainers.prepare_model(config.model, self._run_dir.model)
-            max_context = context_limit(config.model, model, token_budget=config.train.token_budget)
-            fleet = started(self._fleet(model))
-            async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._prepare(trainers, model))
-                starting.create_task(self._serve(fleet, sessions, workers, model, max_context))
-            async with asyncio.TaskGroup() as running:
-                watch = running.create_task(fleet.watch(), name="watch the engines")
-                await self._train(trainers, fleet, sessions, workers, model)
-                watch.cancel()
+            async with (
+                started(self._config, run_dir=self._run_dir, parts=self._parts) as run,
+                asyncio.TaskGroup() as running,
+            ):
+                watched = [run.fleet.watch(), self._ledger.watch()]
+                if self._config.monitor.alarms:
+                    watched.append(self._alarms.watch())
+                watches = [running.create_task(watch) for watch in watched]
+                await self._train_to_the_end(run)
+                for watch in watches:
+                    watch.cancel()
         finally:
-            try:
-                self._buffer.close()
-            finally:
-                await stop_parts(parts)
-                self._index.close()
+            counts = self._ledger.counts()
+            self._fates = {
+                name: getattr(counts, name)
+                for name in ("issued", "trained", "filtered", "stale", "failed", "aborted", "in_flight", "twice")
+            }
+            self._ledger.close()
 
     def summary(self) -> dict[str, Any]:
         """What the run can say about itself so far: fields of `RunSummary`."""
-        counts = self._buffer.counts()
         scores = [result.mean for result in self._evals]
         return {
             "steps": self.version,
             "seconds": self._usage.seconds if self._usage else 0.0,
             "eval_before": scores[0] if scores else None,
             "eval_after": scores[-1] if len(scores) > 1 else None,
-            "fates": {
-                name: getattr(counts, name)
-                for name in ("issued", "trained", "filtered", "stale", "failed", "aborted", "in_flight", "twice")
-            },
+            "fates": self._fates,
             **(self._usage.totals() if self._usage else {}),
         }
 
-    def _fleet(self, model: Path) -> Fleet:
-        name, engines = next((n, e) for n, e in self._config.engines.items() if e.role == "rollout")
-        return Fleet(name, engines, model=model, log=self._run_dir.log)
+    # ---- from the last commit to the last step
 
-    def _push_config(self, model: Path) -> PushConfig:
-        """`[sync]`, with a place in the run directory for the versions that go over the disk."""
-        sync = self._config.sync
-        if sync.way != "disk" or sync.disk_dir is not None:
-            return sync
-        return replace(sync, disk_dir=str(self._run_dir.path / "weights"), disk_template=str(model))
+    async def _train_to_the_end(self, run: Started) -> None:
+        """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""
+        restarts = 0
+        await self._go_back(run)
+        while True:
+            committed = self._commits.last
+            try:
+                return await self._train(run)
+            except Exception as error:
+                lost = cause(error)
+                restarts = 1 if self._commits.last > committed else restarts + 1
+                if not isinstance(lost, TrainerLost) or restarts > MAX_TRAINER_RESTARTS:
+                    raise
+                logger.warning("%s The trainer goes on from step %d.", lost, self._commits.last)
+                self._ledger.event("trainer", "all ranks", f"restarted: {lost}")
+            self._commits.forget()
+            await run.trainers.restart()
+            await run.trainers.setup(self._config.train, run.policy)
+            await self._go_back(run)
 
-    async def _prepare(self, trainers: Trainers, model: Path) -> None:
-        """Warm up if asked to, then load the policy for RL."""
-        if self._config.sft.steps:
-            model = await warm_up(self._config, trainers=trainers, model=model, run_dir=self._run_dir)
-            logger.info("warmed up for %d steps", self._config.sft.steps)
-        logger.info("trainers: %s", await trainers.setup(self._config.train, model))
+    async def _go_back(self, run: Started) -> None:
+        """Trainer, ledger and monitors to the newest committed step, which at a first start is 0."""
+        found = self._checkpoints.latest()
+        step = found.step if found else 0
+        if found:
+            await self._commits.load(found.path, run.trainers)
+        returned = self._ledger.rewind(step)
+        self._monitor.rewind(step)
+        self.version = self._commits.last = step
+        if returned:
+            logger.info("back at step %d: %d groups trained after it return to the buffer", step, returned)
 
-    async def _serve(
-        self, fleet: Fleet, sessions: SessionServers, workers: Workers, model: Path, max_context: int
-    ) -> None:
-        """Engines, then the sessions in front of them, then the workers that use the sessions."""
-        await workers.open()  # a wrong import string shows before any engine has started
-        await fleet.start()
-        logger.info("engines at %s", ", ".join(fleet.urls))
-        await sessions.start(
-            fleet.url,
-            tokenizer=model,
-            family=self._config.model.family,
-            max_context=max_context,
-        )
-        await workers.connect(sessions)
-
-    async def _train(
-        self, trainers: Trainers, fleet: Fleet, sessions: SessionServers, workers: Workers, model: Path
-    ) -> None:
-        """Push version 0, then the loop, with evaluations before, during and after it."""
+    async def _train(self, run: Started) -> None:
+        """Push the version that the trainer holds, then the loop, with evaluations before, during and after it."""
         config = self._config
-        await trainers.connect(fleet.urls, self._push_config(model))
-        await trainers.push(0)
-        logger.info("the engines serve version 0")
-        prompts = await workers.prompts(config.env.split, config.env.num_prompts)
+        await run.trainers.connect(run.fleet.urls, self._push_config(run))
+        await run.trainers.push(self.version)
+        logger.info("the engines serve version %d", self.version)
+        prompts = await run.workers.prompts(config.env.split, config.env.num_prompts)
+        stream = PromptStream(prompts, seed=config.run.seed)
+        stream.restore({**stream.state(), "drawn": self._ledger.drawn()})
+        resume = take_up(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)
+        buffer = GroupBuffer(config.rollout, observer=self._observe, version=self.version)
+        buffer.restore(resume)
         if config.eval.enabled:
-            self._heldout = await workers.prompts(config.eval.split, config.eval.num_prompts)
-        if config.eval.at_start:
-            self._monitor.log(0, await self._evaluate(workers))
-        self._usage = Usage(await sessions.counters(), monitor=self._monitor)
-        await loop.run(
-            produce=partial(
-                produce,
-                prompts=PromptStream(prompts, seed=config.run.seed),
-                buffer=self._buffer,
-                run_group=workers.run_group,
-                group_size=config.rollout.group_size,
-                gate=self._gate,
-                spool=self._finished,
-            ),
-            buffer=self._buffer,
-            trainer=trainers,
-            sync=trainers,
-            advantages=partial(advantages_by_episode, advantage=config.rollout.advantage),
-            monitor=self._monitor,
-            steps=config.run.steps,
-            on_step=partial(self._after_step, sessions, workers),
-        )
-        self._buffer.close()  # groups that came too late for the last step are aborted, not lost
-        if config.eval.at_end and not self._evaluated(self.version):
-            self._monitor.log(self.version, await self._evaluate(workers))
-        await trainers.export(self._run_dir.checkpoints / "final")
+            self._heldout = await run.workers.prompts(config.eval.split, config.eval.num_prompts)
+        if config.eval.at_start and not self.version and not self._evals:
+            self._monitor.log(0, await self._evaluate(run))
+        if self._usage is None:
+            self._usage = Usage(await run.sessions.counters(), monitor=self._monitor)
+        if not self._commits.last and not self._checkpoints.latest():
+            await self._commit(run, 0)  # a run that dies in its first steps goes on from here
+        try:
+            await loop.run(
+                produce=partial(
+                    produce,
+                    prompts=stream,
+                    buffer=buffer,
+                    run_group=run.workers.run_group,
+                    group_size=config.rollout.group_size,
+                    gate=self._gate,
+                    spool=self._finished,
+                    resume=resume,
+                ),
+                buffer=buffer,
+                trainer=run.trainers,
+                sync=run.trainers,
+                advantages=partial(advantages_by_episode, advantage=config.rollout.advantage),
+                monitor=self._monitor,
+                steps=config.run.steps,
+                on_step=partial(self._after_step, run),
+            )
+        finally:
+            buffer.close()
+        await self._end(run)
+
+    async def _end(self, run: Started) -> None:
+        """Every step is trained: nothing stays open, and the run proves it."""
+        self._ledger.abort_open("run ended")  # groups that came too late for the last step
+        if self._config.eval.at_end and not self._evaluated(self.version):
+            self._monitor.log(self.version, await self._evaluate(run))
+        await self._commits.drain()
+        await run.trainers.export(self._run_dir.checkpoints / "final")
+        self._ledger.require_sound()
+
+    # ---- called by the loop
+
+    def _observe(self, event: FateEvent) -> None:
+        """Aborted means here that this process stops: whether the group is over, the end of the run decides."""
+        if event.fate is not Fate.ABORTED:
+            self._ledger(event)
 
     async def _finished(self, ref: GroupRef) -> None:
         """A group is durable in its worker's spool, and is about to meet the filter."""
-        self._rewards += (reward for reward in ref.rewards if reward is not None)
-        await self._index.spooled(ref)
+        self._arrivals.add(ref)
+        self._ledger.finished(ref)
 
-    async def _after_step(
-        self, sessions: SessionServers, workers: Workers, version: int, metrics: dict[str, float]
-    ) -> dict[str, float]:
+    async def _after_step(self, run: Started, version: int, metrics: dict[str, float]) -> dict[str, float]:
         self.version = version
         assert self._usage is not None, "the loop runs after _train has made it"
         more = self._usage.step(
-            await sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])
+            await run.sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])
         )
-        more["reward/all_mean"] = mean(self._rewards)
-        self._rewards.clear()
+        more |= self._arrivals.metrics()
+        if self._commits.is_due(version, is_last=version == self._config.run.steps):
+            more |= await self._commit(run, version)
         every = self._config.eval.every
         if every and version % every == 0:
             with self._gate.closed():
-                more |= await self._evaluate(workers)
+                more |= await self._evaluate(run)
         return more
 
-    async def _evaluate(self, workers: Workers) -> dict[str, float]:
+    async def _commit(self, run: Started, step: int) -> dict[str, float]:
+        state = {"version": step, "drawn": self._ledger.drawn(), "next_group": self._ledger.next_group()}
+        return await self._commits.begin(step, trainers=run.trainers, state=state)
+
+    async def _evaluate(self, run: Started) -> dict[str, float]:
         """Score the held-out prompts with the weights that the engines hold now."""
         config, began = self._config.eval, time.time()
         result = await evaluate(
             self._heldout,
-            run_group=workers.run_unspooled,
+            run_group=run.workers.run_unspooled,
             samples_per_prompt=config.samples_per_prompt,
             sampling=config.sampling,
             tag=str(self.version),
@@ -204,3 +234,10 @@ class RLRun:
     def _evaluated(self, version: int) -> bool:
         every = self._config.eval.every
         return bool(every) and version > 0 and version % every == 0
+
+    def _push_config(self, run: Started) -> PushConfig:
+        """`[sync]`, with a place in the run directory for the versions that go over the disk."""
+        sync = self._config.sync
+        if sync.way != "disk" or sync.disk_dir is not None:
+            return sync
+        return replace(sync, disk_dir=str(self._run_dir.path / "weights"), disk_template=str(run.model))

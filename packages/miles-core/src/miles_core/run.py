@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from . import report, rundir
-from .cluster import cluster
+from . import report
+from .cluster import RayParts, cluster
 from .config import Config, to_dict
+from .errors import cause
 from .monitor import Monitor, RunSummary, build_monitor
 from .report.write import REPORT_FILE
 from .rl import RLRun
@@ -39,17 +40,17 @@ class Run(Protocol):
         ...
 
 
-def main(config: Config, kind: Kind) -> int:
-    """Run to the end, print the summary, write the report.
+def main(config: Config, kind: Kind, run_dir: RunDir) -> int:
+    """Run to the end, print the summary, write the report; in a directory that was left early, go on from there.
 
     Returns:
         Exit status: 0 finished, 1 failed, 130 interrupted. No process of the run is left behind.
     """
-    plain = to_dict(config)
-    run_dir = rundir.create(Path(config.run.dir), config.run.name, config=plain)
     _log_to(run_dir.log / "driver.log")
     _share_import_path()
-    monitor = build_monitor(config.monitor, run_dir=run_dir.path, total_steps=_steps(config, kind), run_config=plain)
+    monitor = build_monitor(
+        config.monitor, run_dir=run_dir.path, total_steps=_steps(config, kind), run_config=to_dict(config)
+    )
     return asyncio.run(_run(config, kind, run_dir, monitor))
 
 
@@ -62,10 +63,10 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) ->
         async with cluster(config.ray):
             _cancel_on_signals()  # Ray has put its own handlers in place of ours
             make = RLRun if kind == "rl" else SftRun
-            run = make(config, run_dir=run_dir, monitor=monitor)
+            run = make(config, run_dir=run_dir, monitor=monitor, parts=RayParts(config, run_dir=run_dir))
             await run.run()
     except (Exception, asyncio.CancelledError) as caught:
-        error = _cause(caught)
+        error = cause(caught)
         logger.info("the run ended early", exc_info=caught)  # the whole trace is for the log file
     page = run_dir.path / REPORT_FILE
     known = {"steps": 0, "seconds": time.monotonic() - began, **(run.summary() if run else {})}
@@ -115,14 +116,6 @@ def _log_to(path: Path) -> None:
     console.setLevel(logging.WARNING)
     console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     root.addHandler(console)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error inside nested groups; what a remote process raised rather than Ray's wrapping of it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    remote = getattr(error, "cause", None)
-    return remote if isinstance(remote, BaseException) else error
 
 
 def _status(error: BaseException | None) -> Literal["finished", "interrupted", "failed"]:

@@ -20,10 +20,11 @@ from miles_tito.summary import GroupRef
 from miles_train.config import LossConfig, TrainConfig
 
 from . import loop
-from .cluster import Trainers, spawn, stop_parts
+from .cluster import spawn
 from .cluster.actors import SupervisedActor
 from .config import Config
 from .monitor import Monitor
+from .parts import Parts, Trainers, stop_parts
 from .rundir import RunDir
 from .supervised import imitate
 
@@ -31,8 +32,9 @@ from .supervised import imitate
 class SftRun:
     """`miles sft`: supervised training is the whole job."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor) -> None:
+    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts) -> None:
         self._config = config
+        self._parts = parts
         self._run_dir = run_dir
         self._monitor = monitor
         self._began = time.monotonic()
@@ -40,7 +42,7 @@ class SftRun:
 
     async def run(self) -> None:
         """Train, export to `checkpoints/final`, stop."""
-        trainers = Trainers(self._config.train)
+        trainers = self._parts.trainers()
         try:
             model = await trainers.prepare_model(self._config.model, self._run_dir.model)
             await train_supervised(

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
-from .cluster import Trainers
 from .config import Config
 from .monitor import JsonlMonitor, RunSummary
+from .parts import Trainers
 from .rundir import RunDir
 from .sft import train_supervised
 
 
-async def warm_up(config: Config, *, trainers: Trainers, model: Path, run_dir: RunDir) -> Path:
-    """Train `config.sft.steps` steps on demonstrations; returns the folder of the warmed-up model."""
+async def warm_up(config: Config, *, trainers: Trainers, model: Path, run_dir: RunDir, out: Path) -> None:
+    """Train `config.sft.steps` steps on demonstrations; the warmed-up model appears whole at `out`."""
+    shutil.rmtree(run_dir.sft, ignore_errors=True)  # of a start that was killed before it was done
     run_dir.sft.mkdir()
     monitor = JsonlMonitor(run_dir.sft)
     began = time.monotonic()
     await train_supervised(config, trainers=trainers, model=model, monitor=monitor)
-    out = run_dir.checkpoints / "sft"
     await trainers.export(out)
     monitor.finish(RunSummary(status="finished", steps=config.sft.steps, seconds=time.monotonic() - began))
-    return out

@@ -5,9 +5,10 @@ sessions ── SessionActor x n              workers ── WorkerActor x n
 """
 
 from .fleet import Fleet
-from .processes import cluster, spawn, stop_parts
+from .parts import RayParts
+from .processes import cluster, spawn
 from .sessions import SessionServers
 from .trainers import Trainers
 from .workers import Workers
 
-__all__ = ["Fleet", "SessionServers", "Trainers", "Workers", "cluster", "spawn", "stop_parts"]
+__all__ = ["Fleet", "RayParts", "SessionServers", "Trainers", "Workers", "cluster", "spawn"]

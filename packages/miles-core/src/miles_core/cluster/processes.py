@@ -60,14 +60,6 @@ def spawn(
     return actor.options(**options).remote
 
 
-async def stop_parts(parts: Sequence[Any]) -> None:
-    """Stop every part at once; none keeps the others waiting, and none raises."""
-    results = await asyncio.gather(*(part.stop() for part in parts), return_exceptions=True)
-    for part, result in zip(parts, results, strict=True):
-        if isinstance(result, BaseException):
-            logger.warning("%s did not stop cleanly: %s: %s", type(part).__name__, type(result).__name__, result)
-
-
 async def stop_all(handles: Sequence[Any], *, what: str) -> None:
     """Ask every actor to stop, wait a bounded time, then kill."""
     if not handles:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from miles_rollout.engines import resolve_device
 from miles_tito.summary import GroupRef
 from miles_train.config import TrainConfig
@@ -18,21 +19,23 @@ from miles_weightsync.errors import SyncError
 from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_core.config import ModelConfig
 from miles_core.loop import Trained
+from miles_core.parts import TrainerLost
 
 from . import actors
 from .processes import STOP_S, spawn
 
 logger = logging.getLogger(__name__)
 
+DEATH_S = 5.0
+"""From the death of a process until every caller knows."""
+
 
 class Trainers:
     """Every trainer rank, driven together."""
 
     def __init__(self, config: TrainConfig) -> None:
-        gpus = 1 if resolve_device(config.device) == "cuda" else 0
-        make = spawn(actors.TrainerActor, threads=config.threads, num_gpus=gpus)
-        self._actors = [make(rank) for rank in range(config.ranks)]
         self._config = config
+        self._actors = _make_ranks(config)
 
     async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
         """The given model folder, or the one that `model.builder` makes.
@@ -61,10 +64,7 @@ class Trainers:
         )
 
     async def train(self, work: Sequence[RankWork]) -> Trained:
-        results = await asyncio.gather(
-            *(actor.train.remote(part) for actor, part in zip(self._actors, work, strict=True))
-        )
-        return results[0]
+        return (await self._each("train", [(part,) for part in work]))[0]
 
     async def push(self, version: int) -> dict[str, float]:
         """Every rank sends its own shards; returns rank 0's report as metrics.
@@ -81,8 +81,22 @@ class Trainers:
             logger.warning("version %d is pushed once more: %s", version, error)
         return {**(await self._all("push", version))[0], "sync/retries": 1.0}
 
+    async def load(self, path: Path) -> None:
+        await self._all("load", path)
+
+    async def begin_save(self, path: Path) -> None:
+        await self._all("begin_save", path)
+
+    async def finish_save(self) -> None:
+        await self._all("finish_save")
+
     async def export(self, path: Path) -> None:
         await self._all("export", path)
+
+    async def restart(self) -> None:
+        """New processes in place of all of them, dead or not; `setup` comes next."""
+        self._kill()
+        self._actors = _make_ranks(self._config)
 
     async def stop(self) -> None:
         """A rank in the middle of a step cannot be asked: it is killed after the bounded wait."""
@@ -91,8 +105,54 @@ class Trainers:
                 await self._all("close")
         except Exception as error:  # a rank that crashed before has nothing left to close
             logger.debug("trainer ranks were killed: %s", error)
+        self._kill()
+
+    def _kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(getattr(actor, method).remote(*args) for actor in self._actors))
+        return await self._each(method, [args] * len(self._actors))
+
+    async def _each(self, method: str, args_R: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same call on every rank.
+
+        Raises:
+            TrainerLost: the process of a rank is gone.
+        """
+        calls = [
+            asyncio.ensure_future(_result(getattr(actor, method).remote(*args)))
+            for actor, args in zip(self._actors, args_R, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        except RayActorError as error:
+            raise TrainerLost(_dead(calls, method)) from error
+        except Exception as error:
+            # When a rank dies, what another says about its broken connection may come first.
+            await asyncio.wait(calls, timeout=DEATH_S)
+            if any(_is_dead(call) for call in calls):
+                raise TrainerLost(_dead(calls, method)) from error
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+
+
+def _make_ranks(config: TrainConfig) -> list[Any]:
+    gpus = 1 if resolve_device(config.device) == "cuda" else 0
+    make = spawn(actors.TrainerActor, threads=config.threads, num_gpus=gpus)
+    return [make(rank) for rank in range(config.ranks)]
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+def _is_dead(call: asyncio.Future[Any]) -> bool:
+    return call.done() and not call.cancelled() and isinstance(call.exception(), RayActorError)
+
+
+def _dead(calls: Sequence[asyncio.Future[Any]], method: str) -> str:
+    ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if _is_dead(call))
+    return f"The process of trainer rank {ranks} died in `{method}`; its log is in Ray's session folder."

@@ -1,0 +1,83 @@
+"""When the run becomes durable: a checkpoint begins behind a step, is written while training goes on, and then commits.
+
+step c ─▶ begin (copy, seconds at most) ─▶ step c+1 … ─▶ written ─▶ COMPLETE ─▶ ledger.commit(c)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import Checkpoints
+from .config import CheckpointConfig
+from .ledger import Ledger
+from .parts import Trainers
+
+logger = logging.getLogger(__name__)
+
+TRAINER = "trainer"
+"""Folder inside a checkpoint that the trainer's ranks write."""
+
+
+class Commits:
+    """Saves checkpoints as the configuration and the user ask; one is written at a time."""
+
+    def __init__(self, config: CheckpointConfig, *, checkpoints: Checkpoints, ledger: Ledger) -> None:
+        self._config = config
+        self._checkpoints = checkpoints
+        self._ledger = ledger
+        self._writing: asyncio.Task[None] | None = None
+        self.last = 0
+        """Newest committed step."""
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether to save behind `step`: its turn, the end of the run, or the user's request."""
+        every = self._config.every
+        its_turn = every > 0 and step % every == 0
+        return self._checkpoints.take_request() or its_turn or (is_last and self._config.at_end)
+
+    async def begin(self, step: int, *, trainers: Trainers, state: Mapping[str, Any]) -> dict[str, float]:
+        """Start a checkpoint of `step`; returns metrics once training may go on.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        began = time.monotonic()
+        await self.drain()
+        waited = time.monotonic()
+        folder = self._checkpoints.begin(step)
+        await trainers.begin_save(folder / TRAINER)
+        self._writing = asyncio.create_task(self._finish(step, trainers, dict(state)), name=f"checkpoint {step}")
+        return {"time/checkpoint": time.monotonic() - waited, "time/checkpoint_wait": waited - began}
+
+    async def drain(self) -> None:
+        """Wait for the checkpoint that is being written; raises what kept it from the disk."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    def forget(self) -> None:
+        """Let go of the checkpoint that is being written: the ranks that wrote it are gone."""
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing.add_done_callback(_retrieve)
+            self._writing = None
+
+    async def load(self, path: Path, trainers: Trainers) -> None:
+        await trainers.load(path / TRAINER)
+
+    async def _finish(self, step: int, trainers: Trainers, state: dict[str, Any]) -> None:
+        await trainers.finish_save()
+        path = await asyncio.to_thread(self._checkpoints.complete, step, state)
+        self._ledger.commit(step, path.name)
+        self.last = step
+        logger.info("step %d is committed: %s", step, path)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
