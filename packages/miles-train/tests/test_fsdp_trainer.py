@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from miles_tito import Sample
 from miles_train import (
     BatchError,
-    CheckpointError,
     ConfigError,
     LossConfig,
     NumericsError,
@@ -300,46 +298,6 @@ def test_supervised_samples_are_learned_in_the_same_loop(qwen3):
     last = trainer.train(batches_of(demos, settings)).metrics
     assert last["loss/nll"] == pytest.approx(last["loss/total"], rel=1e-5)
     assert not [name for name in last if name.startswith(("ratio/", "logprob_gap/"))]
-
-
-def test_a_loaded_checkpoint_continues_bit_for_bit(qwen3, samples, tmp_path):
-    settings = config(schedule=ScheduleConfig(kind="cosine", total_steps=5))
-    batches = batches_of(samples, settings)
-    trainer = ready(qwen3, settings)
-    trainer.train(batches)
-    trainer.save(tmp_path / "one")
-    random = torch.rand(3)
-    after = trainer.train(batches)
-
-    resumed = ready(qwen3, settings)
-    resumed.load(tmp_path / "one")
-    assert resumed.version == 1
-    assert torch.equal(torch.rand(3), random)
-    again = resumed.train(batches)
-    timing = {"trainer/step_seconds"}
-    assert {k: v for k, v in again.metrics.items() if k not in timing} == {
-        k: v for k, v in after.metrics.items() if k not in timing
-    }
-    assert_same(weights(resumed), weights(trainer), rtol=0, atol=0)
-    assert [p.name for p in tmp_path.iterdir()] == ["one"]
-
-
-def test_a_checkpoint_is_replaced_whole_and_an_incomplete_one_refused(qwen3, llama, samples, tmp_path):
-    trainer = ready(qwen3, config())
-    (tmp_path / "at.partial").mkdir()
-    trainer.save(tmp_path / "at")
-    trainer.train(batches_of(samples, config()))
-    trainer.save(tmp_path / "at")
-    assert json.loads((tmp_path / "at" / "trainer.json").read_text()) == {"version": 1, "optimizer_steps": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["at"]
-
-    with pytest.raises(CheckpointError, match="of another model: it lacks"):
-        ready(llama, config()).load(tmp_path / "at")
-    (tmp_path / "at" / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match="incomplete"):
-        trainer.load(tmp_path / "at")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        trainer.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("model", ["qwen3", "llama"])

@@ -1,32 +1,38 @@
-"""Checkpoints that are complete or absent, and load on any number of ranks.
+"""Checkpoints that are complete or absent, are written while training goes on, and load on any number of ranks.
 
-<path>.partial/  shards of every rank ─▶ trainer.json ─▶ rename ─▶ <path>/
+begin ─▶ copy to host memory ─▶ training goes on
+                └─▶ thread: <path>.partial/rank-N.safetensors ─▶ all ranks done ─▶ trainer.json ─▶ rename ─▶ <path>/
+finish ─▶ waits for the thread, raises its error
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import os
+import random
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from miles_train.errors import CheckpointError
 
+from .block_file import Block, BlockFile, file_bytes, write_blocks
+from .folders import fresh_partial, replace_folder, write_synced
 from .optimizer import Optimizer
 from .ranks import Ranks
+from .shards import Box, block_of
 
-MARKER = "trainer.json"
+MANIFEST = "trainer.json"
+FORMAT = 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,121 +43,219 @@ class Progress:
     optimizer_steps: int
 
 
-def save_checkpoint(
-    path: str | Path, *, model: nn.Module, optimizer: Optimizer, progress: Progress, ranks: Ranks
-) -> None:
-    """Write weights, moments, random states and progress; `path` appears only when all of it is on disk."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    if ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that died while saving
-        partial.mkdir(parents=True)
-    ranks.barrier()
-    state = _tensors(model, optimizer) | _random_states(ranks)
-    with _single_rank_is_meant():
-        save(
-            state,
-            storage_writer=FileSystemWriter(partial, sync_files=True),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
-    if ranks.rank == 0:
-        _write_synced(partial / MARKER, json.dumps(asdict(progress)))
-        replace_folder(partial, path)
-    ranks.barrier()
+class CheckpointWriter:
+    """Writes one checkpoint at a time behind the training of this rank.
+
+    Its collectives run over a group of its own, so they meet neither those of training nor those of a push. The host
+    copies are kept from one checkpoint to the next: fresh memory costs more than the copy.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Collective."""
+        self._ranks = ranks.twin()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copies: dict[str, Tensor] = {}
+        self._path: Path | None = None
+        self._write: Future[None] | None = None
+
+    def begin(self, path: Path, *, model: nn.Module, optimizer: Optimizer, progress: Progress, device: Any) -> None:
+        """Copy everything to host memory and start to write it.
+
+        Raises:
+            CheckpointError: the checkpoint begun before has not been finished.
+        """
+        if self._write is not None:
+            raise CheckpointError(f"The checkpoint {self._path} is still open; call finish_save() before the next one.")
+        blocks = self._copy(model, optimizer, device)
+        extra = {"random": _random_states()}
+        self._path = path
+        self._write = self._pool.submit(self._write_all, path, blocks, extra, progress)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is durable; without effect where none was.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank; nothing of it is left at its path.
+        """
+        write, self._write = self._write, None
+        if write is not None:
+            write.result()
+
+    def close(self) -> None:
+        """Let a write that has begun come to its end, then leave the group."""
+        self._pool.shutdown()
+        self._ranks.close()
+
+    def _copy(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> list[Block]:
+        blocks: list[Block] = []
+        for name, tensor in named_tensors(model, optimizer):
+            box, block, is_shared = block_of(tensor, rank=self._ranks.rank, ranks=self._ranks.count)
+            if block.numel() and (self._ranks.rank == 0 or not is_shared):
+                blocks.append(Block(name, tuple(tensor.shape), box, self._host_copy(name, block)))
+        for name, tensor in _torch_random_states(device).items():
+            blocks.append(Block(name, tuple(tensor.shape), ((0, len(tensor)),), tensor))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return blocks
+
+    def _host_copy(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._copies:
+            on_gpu = tensor.device.type == "cuda"
+            self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
+        return self._copies[name].copy_(tensor, non_blocking=True)
+
+    def _write_all(self, path: Path, blocks: list[Block], extra: Mapping[str, Any], progress: Progress) -> None:
+        ranks, name = self._ranks, f"rank-{self._ranks.rank}.safetensors"
+        partial = path.with_name(path.name + ".partial")
+        needed = sum(self._together(lambda: file_bytes(blocks, extra), path))
+
+        def prepare() -> None:
+            if ranks.rank == 0:
+                fresh_partial(path)
+                if (free := shutil.disk_usage(partial).free) < needed:
+                    raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free")
+
+        def complete() -> None:
+            if ranks.rank == 0:
+                manifest = {
+                    "format": FORMAT,
+                    "version": progress.version,
+                    "optimizer_steps": progress.optimizer_steps,
+                    "files": {f"rank-{rank}.safetensors": size for rank, size in enumerate(sizes)},
+                }
+                write_synced(partial / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+                replace_folder(partial, path)
+
+        try:
+            self._together(prepare, path)
+            sizes = self._together(lambda: write_blocks(partial / name, blocks, extra), path)
+            self._together(complete, path)
+        except CheckpointError:
+            if ranks.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _together(self, act: Callable[[], T], path: Path) -> list[T]:
+        """[ranks] what `act` returns on each; an error of one is an error on all, for the others wait for it."""
+        result: T | None = None
+        error: str | None = None
+        try:
+            result = act()
+        except Exception as caught:  # the boundary of this thread: the other ranks have to hear of it
+            error = f"rank {self._ranks.rank}: {type(caught).__name__}: {caught}"
+        try:
+            answers: list[tuple[Any, str | None]] = self._ranks.gather((result, error))
+        except RuntimeError as gone:
+            answers = [(result, error or f"rank {self._ranks.rank}: another rank is gone: {gone}")]
+        if errors := [error for _, error in answers if error is not None]:
+            free = shutil.disk_usage(_existing(path)).free
+            raise CheckpointError(
+                f"The checkpoint {path} could not be written ({'; '.join(errors)}). Its disk has {free:,} bytes free. "
+                "Checkpoints written before are untouched."
+            )
+        return [value for value, _ in answers]
 
 
-def load_checkpoint(path: str | Path, *, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Progress:
-    """Read a checkpoint into the model and the optimizer; it may come from another number of ranks."""
-    path = Path(path)
-    progress = _read_progress(path)
-    reader = FileSystemReader(path)
-    found = reader.read_metadata().state_dict_metadata
-    state = _tensors(model, optimizer)
-    _check_tensors(state, found, path)
-    state |= {name: value for name, value in _random_states(ranks).items() if name in found}
-    with _single_rank_is_meant():
-        load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
-    _set_random_states(state, ranks)
+def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Progress:
+    """Read a checkpoint into the model and the optimizer; it may come from another number of ranks.
+
+    Raises:
+        CheckpointError: it is absent, incomplete, or of another model; nothing has been changed.
+    """
+    progress, names = _read_manifest(path)
+    files = [BlockFile(path / name) for name in names]
+    wanted = dict(named_tensors(model, optimizer))
+    stored = {name: shape for file in files for name, shape in file.shapes().items()}
+    _check_tensors(wanted, stored, path)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            box, block, _ = block_of(tensor, rank=ranks.rank, ranks=ranks.count)
+            _fill(block, name, box, files)
+    if ranks.rank < len(files):  # a rank that the checkpoint has no state for keeps its own
+        _set_random_states(files[ranks.rank], ranks.device)
     return progress
 
 
-def replace_folder(new: Path, path: Path) -> None:
-    """Put a finished folder in place of `path`; a crash in between leaves the old or the new one under a plain name."""
-    old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    _sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Everything that training changes, and the persistent buffers."""
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.detach()
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield f"model.{name}", buffer
+    for name, tensor in optimizer.named_state():
+        yield f"optimizer.{name}", tensor
 
 
-@contextmanager
-def _single_rank_is_meant() -> Iterator[None]:
-    """Torch warns on every save and load without a process group, `no_dist` or not."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def _fill(block: Tensor, name: str, box: Box, files: list[BlockFile]) -> None:
+    found = sum(file.copy_into(block, name, box) for file in files) if block.numel() else 0
+    if found != block.numel():
+        raise CheckpointError(f"The checkpoint holds {found} of the {block.numel()} values of {name} at {box}.")
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    buffers = {f"model.{name}": b for name, b in model.named_buffers() if name in model.state_dict()}
-    return weights | buffers | {f"optimizer.{name}": tensor for name, tensor in optimizer.named_state()}
+def _random_states() -> dict[str, Any]:
+    """The generators of Python and numpy, for losses that draw from them."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
-def _random_states(ranks: Ranks) -> dict[str, Tensor]:
-    states = {f"random.cpu.{ranks.rank}": torch.get_rng_state()}
-    if ranks.device.type == "cuda":
-        states[f"random.cuda.{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
+def _torch_random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def _set_random_states(state: dict[str, Any], ranks: Ranks) -> None:
-    """A rank that the checkpoint has no state for keeps its own."""
-    if (cpu := state.get(f"random.cpu.{ranks.rank}")) is not None:
+def _set_random_states(file: BlockFile, device: torch.device) -> None:
+    version, keys, gauss = file.extra["random"]["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(file.extra["random"]["numpy"]))
+    if (cpu := file.get("random.cpu")) is not None:
         torch.set_rng_state(cpu)
-    if (cuda := state.get(f"random.cuda.{ranks.rank}")) is not None:
-        torch.cuda.set_rng_state(cuda, ranks.device)
+    if device.type == "cuda" and (cuda := file.get("random.cuda")) is not None:
+        torch.cuda.set_rng_state(cuda, device)
 
 
-def _read_progress(path: Path) -> Progress:
+def _read_manifest(path: Path) -> tuple[Progress, list[str]]:
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     try:
-        return Progress(**json.loads((path / MARKER).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        known = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        kind, files = known["format"], known["files"]
+        progress = Progress(version=known["version"], optimizer_steps=known["optimizer_steps"])
+        sizes = {name: (path / name).stat().st_size for name in files}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"The checkpoint {path} is incomplete: {MARKER} cannot be read ({error}). Load an older one."
+            f"The checkpoint {path} is incomplete: {MANIFEST} or a file that it lists cannot be read ({error}). Load "
+            "an older one."
         ) from error
+    if kind != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {path} has format {kind}; this version of miles-train reads format {FORMAT}."
+        )
+    for name, size in files.items():
+        if sizes[name] != size:
+            raise CheckpointError(
+                f"The checkpoint {path} is incomplete: {name} has {sizes[name]:,} bytes of {size:,}. Load an older one."
+            )
+    return progress, list(files)
 
 
-def _check_tensors(state: dict[str, Any], found: dict[str, Any], path: Path) -> None:
+def _check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
     stored = {name for name in found if not name.startswith("random.")}
-    missing, extra = sorted(state.keys() - stored), sorted(stored - state.keys())
+    missing, extra = sorted(wanted.keys() - stored), sorted(stored - wanted.keys())
     if missing or extra:
         raise CheckpointError(
             f"The checkpoint {path} is of another model: it lacks {len(missing)} tensors (first {missing[:2]}) and has "
             f"{len(extra)} that this model lacks (first {extra[:2]})."
         )
-    for name, tensor in state.items():
-        shape, wanted = tuple(found[name].size), tuple(tensor.shape)
-        if shape != wanted:
-            raise CheckpointError(f"The checkpoint {path} is of another model: {name} has shape {shape}, not {wanted}.")
+    for name, tensor in wanted.items():
+        if found[name] != tuple(tensor.shape):
+            raise CheckpointError(
+                f"The checkpoint {path} is of another model: {name} has shape {found[name]}, not {tuple(tensor.shape)}."
+            )
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _existing(path: Path) -> Path:
+    return next(parent for parent in path.absolute().parents if parent.exists())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .checkpoint import replace_folder
+from .folders import fresh_partial, replace_folder
 from .model import no_progress_bars
 from .ranks import Ranks
 
@@ -49,9 +49,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(path: Path, lm: Any, weights: dict[str, torch.Tensor], *, source: Path, dtype: torch.dtype) -> None:
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = fresh_partial(path)
     with no_progress_bars():
         lm.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
     _set_dtype(partial / "config.json", dtype)

@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from miles_train.errors import BatchError, RankError
 
+_TWIN_TIMEOUT = timedelta(hours=1)
+"""A rank may wait this long for one whose disk is slower; a rank that has died is noticed at once."""
+
 
 class Ranks:
     """Rank `rank` of `count` on one device. A single rank needs no process group and makes none."""
@@ -60,9 +63,18 @@ class Ranks:
                 "them the same counts, as `miles_train.pack` does."
             )
 
+    def twin(self) -> Ranks:
+        """The same ranks in a group of their own, for collectives on the host beside those of training. Collective."""
+        cpu = torch.device("cpu")
+        if self.count == 1:
+            return Ranks(rank=0, count=1, device=cpu, group=None, owned=False)
+        group = dist.new_group(backend="gloo", timeout=_TWIN_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        return Ranks(rank=self.rank, count=self.count, device=cpu, group=group, owned=True)
+
     def close(self) -> None:
         if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
         self._owned = False
 
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:

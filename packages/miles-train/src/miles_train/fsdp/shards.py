@@ -23,7 +23,7 @@ def model_shards(lm: Any, *, rank: int, ranks: int, dtype: torch.dtype) -> Itera
     """
     check_names(lm)
     for name, parameter in lm.named_parameters():
-        box, block = _block(parameter.detach(), rank=rank, ranks=ranks)
+        box, block, _ = block_of(parameter.detach(), rank=rank, ranks=ranks)
         if block.numel():
             whole = Shard(name, tuple(parameter.shape), _name(dtype), box, block.to(dtype))
             yield from _experts(whole)
@@ -32,6 +32,18 @@ def model_shards(lm: Any, *, rank: int, ranks: int, dtype: torch.dtype) -> Itera
         for name, buffer in lm.named_buffers():
             if name in saved:
                 yield Shard(name, tuple(buffer.shape), _name(buffer.dtype), _whole(buffer.shape), buffer)
+
+
+def block_of(tensor: Tensor, *, rank: int, ranks: int) -> tuple[Box, Tensor, bool]:
+    """The block of a weight or moment that this rank holds: where it lies, an alias of it, and is it on every rank?"""
+    if not isinstance(tensor, DTensor):
+        return _whole(tensor.shape), tensor, True
+    block = tensor.to_local()
+    size = tensor.shape[0]
+    chunk = -(-size // ranks)  # FSDP2 cuts as torch.chunk does: the last chunks may be short or empty
+    start, stop = min(rank * chunk, size), min((rank + 1) * chunk, size)
+    assert block.shape[0] == stop - start, f"FSDP holds {block.shape[0]} rows of {size}, expected {start}:{stop}"
+    return ((start, stop), *_whole(tensor.shape[1:])), block, False
 
 
 def check_names(lm: Any) -> None:
@@ -68,17 +80,6 @@ def _experts(shard: Shard) -> Iterator[Shard]:
 
 def _is_fused(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-
-
-def _block(parameter: Tensor, *, rank: int, ranks: int) -> tuple[Box, Tensor]:
-    if not isinstance(parameter, DTensor):
-        return _whole(parameter.shape), parameter
-    block = parameter.to_local()
-    size = parameter.shape[0]
-    chunk = -(-size // ranks)  # FSDP2 cuts as torch.chunk does: the last chunks may be short or empty
-    start, stop = min(rank * chunk, size), min((rank + 1) * chunk, size)
-    assert block.shape[0] == stop - start, f"FSDP holds {block.shape[0]} rows of {size}, expected {start}:{stop}"
-    return ((start, stop), *_whole(parameter.shape[1:])), block
 
 
 def _whole(shape: tuple[int, ...]) -> Box:

@@ -1,6 +1,6 @@
 """One rank of an FSDP2 trainer.
 
-setup ─▶ ( train ─▶ shards ─▶ … )* ─▶ save
+setup ─▶ ( train ─▶ shards ─▶ begin_save … finish_save )*
           │
           ├─ same counts on every rank? missing old and reference log-probs scored
           └─ per optimizer step: forward and backward of each micro-batch ─▶ reduce ─▶ clip ─▶ AdamW
@@ -25,7 +25,7 @@ from miles_train.losses import LossFn, resolve_loss
 from miles_train.metrics import Tally, joined
 from miles_train.trainer import Layout, ModelName, Shard, StepResult
 
-from .checkpoint import Progress, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointWriter, Progress, load_checkpoint
 from .export import export_model
 from .model import PolicyModel, load_model, num_parameters, shard_model
 from .optimizer import Optimizer
@@ -46,6 +46,7 @@ class _State:
     reference: PolicyModel | None
     optimizer: Optimizer
     loss_fn: LossFn
+    writer: CheckpointWriter | None = None
     is_asleep: bool = False
 
 
@@ -174,16 +175,50 @@ class FSDPTrainer:
             dtype=getattr(torch, state.config.dtype),
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write a checkpoint that appears at `path` only when it is complete."""
+    def begin_save(self, path: str | Path) -> None:
+        """Copy weights, moments and random states to host memory; they are written while training goes on.
+
+        The checkpoint appears at `path` only when it is complete, and `finish_save` says when that is.
+
+        Raises:
+            CheckpointError: `finish_save` has not been called since the last one was begun.
+        """
         state = self._awake()
-        progress = Progress(version=self.version, optimizer_steps=state.optimizer.num_steps)
-        save_checkpoint(path, model=state.model.lm, optimizer=state.optimizer, progress=progress, ranks=state.ranks)
+        state.model.reshard()
+        if state.writer is None:
+            state.writer = CheckpointWriter(state.ranks)
+        state.writer.begin(
+            Path(path),
+            model=state.model.lm,
+            optimizer=state.optimizer,
+            progress=Progress(version=self.version, optimizer_steps=state.optimizer.num_steps),
+            device=state.ranks.device,
+        )
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint that was begun is durable on every rank; may be called from a thread of its own.
+
+        Raises:
+            CheckpointError: some rank could not write it, for instance because its disk is full.
+        """
+        writer = self._ready().writer
+        if writer is not None:
+            writer.finish()
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint and wait for it."""
+        self.begin_save(path)
+        self.finish_save()
 
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint, also one of another number of ranks."""
+        """Continue from a checkpoint, also one of another number of ranks.
+
+        Raises:
+            CheckpointError: it is absent, incomplete or of another model; nothing has been changed.
+        """
         state = self._awake()
-        progress = load_checkpoint(path, model=state.model.lm, optimizer=state.optimizer, ranks=state.ranks)
+        state.model.reshard()
+        progress = load_checkpoint(Path(path), model=state.model.lm, optimizer=state.optimizer, ranks=state.ranks)
         self.version = progress.version
         state.optimizer.num_steps = progress.optimizer_steps
 
@@ -208,8 +243,10 @@ class FSDPTrainer:
             state.is_asleep = False
 
     def close(self) -> None:
-        """Leave the process group and drop the model."""
+        """Leave the process group and drop the model; a checkpoint that is being written is written first."""
         if self._state is not None:
+            if self._state.writer is not None:
+                self._state.writer.close()
             self._state.ranks.close()
             self._state = None
 
