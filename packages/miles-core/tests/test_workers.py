@@ -142,7 +142,7 @@ async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Pat
     worker = make_worker(tmp_path / "run", Sums(), stored)
     worker.connect([sessions], api_key="secret")
     ref = await worker.run_group(Prompt(id="p"), group_id="g0", group_size=2)
-    assert ref.handle == "stored g0"
+    assert (ref.handle.ref, ref.handle.directory) == ("stored g0", tmp_path / "run")
     assert [episode.error is None for episode in ref.episodes] == [False, False], "nothing was sampled"
     file, offset = ref.metadata["spool"]
     spooled = read_group(tmp_path / "run", SpoolAddress(file=file, offset=offset))
@@ -157,7 +157,7 @@ async def test_groups_that_finish_at_once_are_spooled_one_after_the_other(tmp_pa
     refs = await asyncio.gather(*(worker.run_group(Prompt(id="p"), group_id=f"g{n}", group_size=1) for n in range(20)))
     await worker.stop()
     by_offset = [ref.id for ref in sorted(refs, key=lambda ref: ref.metadata["spool"][1])]
-    assert [group.id for group in read_groups(tmp_path / "run" / "worker-0.spool")] == by_offset
+    assert [group.id for group in read_groups(tmp_path / "run" / "worker-0.000.spool")] == by_offset
 
 
 async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: Path, sessions: str) -> None:
@@ -168,7 +168,7 @@ async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: 
         Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0), spool=False
     )
     assert (ref.handle, dict(ref.metadata), stored) == (None, {}, [])
-    assert list(read_groups(tmp_path / "run" / "worker-0.spool")) == []
+    assert list(read_groups(tmp_path / "run" / "worker-0.000.spool")) == []
     await worker.stop()
 
 

@@ -1,7 +1,7 @@
 """What a run leaves behind, and where.
 
 <dir>/<name>/
-  config.json  environment.json  metrics.jsonl  trace.json  report.html
+  config.json  environment.json  metrics.jsonl  trace.json  report.html  ledger.db
   trajectories/   checkpoints/   log/   sft/
 """
 
@@ -37,6 +37,10 @@ class RunDir:
     @property
     def trajectories(self) -> Path:
         return self.path / "trajectories"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.db"
 
     @property
     def checkpoints(self) -> Path:

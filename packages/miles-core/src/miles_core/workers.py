@@ -19,7 +19,7 @@ from miles_tito.summary import GroupRef, summarize
 
 from .config import EnvConfig
 from .importing import call, load
-from .spool import SpoolWriter
+from .spool import GroupHandle, SpoolWriter
 
 MOST_PROMPTS = 1_000_000
 """Prompts that a split without `num_prompts` may have; an endless generator would be read for ever."""
@@ -68,12 +68,13 @@ class RolloutWorker:
     ) -> None:
         """
         Args:
-            store: keeps a group where trainer ranks can fetch it; what it returns becomes the reference's handle.
+            store: keeps a group where trainer ranks can fetch it, as long as this process lives; returns a reference.
         """
         self._env = env
         self._config = config
         self._num_workers = num_workers
         self._run_id = run_id
+        self._trajectories = trajectories
         self._spool = SpoolWriter(trajectories, name)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="spool")
         """Writes one group at a time: hundreds of episodes must not wait for a device to flush."""
@@ -119,7 +120,9 @@ class RolloutWorker:
         if not spool:
             return replace(summarize(group), handle=None)
         address = await asyncio.get_running_loop().run_in_executor(self._disk, self._spool.append, group)
-        ref = summarize(group, handle=self._store(group))
+        ref = summarize(
+            group, handle=GroupHandle(ref=self._store(group), address=address, directory=self._trajectories)
+        )
         return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
 
     async def stop(self) -> None:

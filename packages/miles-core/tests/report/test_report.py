@@ -86,7 +86,7 @@ def test_a_killed_run_says_so_and_shows_what_it_has(make_run):
     run = make_run(finished=False)
     with (run / "metrics.jsonl").open("ab") as metrics:
         metrics.write(b'{"step": 61, "rew')
-    with (run / "trajectories" / "worker-0.spool").open("ab") as spool:
+    with (run / "trajectories" / "worker-0.000.spool").open("ab") as spool:
         spool.write(b"MSPL\xff\x00")
     page = page_of(run)
     assert "not finished" in page.words
@@ -138,12 +138,12 @@ def test_conversations_come_from_the_start_to_the_end_of_the_run(make_run):
 
 def test_the_index_of_fates_is_preferred_and_names_the_step(make_run):
     run = make_run(steps=60)
-    offset = (run / "trajectories" / "worker-0.spool").stat().st_size
+    offset = (run / "trajectories" / "worker-0.000.spool").stat().st_size
     spool = SpoolWriter(run / "trajectories", "worker-1")
     group = read_run(run).shown[0].episode.group_id
     address = spool.append(next(iter(_groups_of(run))))
     lines = [
-        {"group": "x", "fate": "filtered", "version": 3, "spool": ["worker-0.spool", 0]},
+        {"group": "x", "fate": "filtered", "version": 3, "spool": ["worker-0.000.spool", 0]},
         {"group": group, "fate": "trained", "version": 7, "spool": [address.file, address.offset]},
     ]
     (run / "trajectories" / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"gro')
@@ -155,7 +155,7 @@ def test_the_index_of_fates_is_preferred_and_names_the_step(make_run):
 def _groups_of(run):
     from miles_core.spool import read_groups
 
-    return read_groups(run / "trajectories" / "worker-0.spool")
+    return read_groups(run / "trajectories" / "worker-0.000.spool")
 
 
 @pytest.mark.parametrize("count", [0, 5, 127, 128, 129, 1000])

@@ -15,6 +15,7 @@ from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
+from ray.exceptions import ObjectLostError
 
 from miles_core.batching import RankWork
 from miles_core.config import EnvConfig, ModelConfig, SftConfig
@@ -23,6 +24,7 @@ from miles_core.metering import Counters
 from miles_core.model import prepare_model_folder
 from miles_core.rank import TrainerRank
 from miles_core.serving import SessionServer
+from miles_core.spool import fetch_groups
 from miles_core.supervised import SupervisedSource
 from miles_core.workers import RolloutWorker, build_env
 
@@ -51,7 +53,7 @@ class TrainerActor:
         self._rank.connect(engines=engines, config=config)
 
     def train(self, work: RankWork) -> Trained:
-        return self._rank.train(work, ray.get(list(work.handles)))
+        return self._rank.train(work, fetch_groups(work.handles, get=ray.get, lost=(ObjectLostError,)))
 
     def push(self, version: int) -> dict[str, float]:
         return self._rank.push(version)

@@ -1,0 +1,19 @@
+"""The ledger of a run: what became of every group, episode and attempt."""
+
+from .adopt import adopt_spooled
+from .errors import LedgerError
+from .records import Limits, OpenGroup, PendingRetry
+from .versions import effective_version, effective_versions
+from .writer import LEDGER, Ledger
+
+__all__ = [
+    "LEDGER",
+    "Ledger",
+    "LedgerError",
+    "Limits",
+    "OpenGroup",
+    "PendingRetry",
+    "adopt_spooled",
+    "effective_version",
+    "effective_versions",
+]

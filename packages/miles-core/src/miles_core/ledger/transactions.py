@@ -1,0 +1,116 @@
+"""One connection that writes: a transaction for each tick of the event loop, and what happens when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import LedgerError
+from .schema import damaged
+
+
+class Transactions:
+    """Groups writes into transactions. After the first that fails nothing is written any more."""
+
+    def __init__(self, db: sqlite3.Connection, *, path: Path) -> None:
+        self._db = db
+        self._path = path
+        self._num_writes = 0
+        self._failure: LedgerError | None = None
+        self._flush_in: asyncio.AbstractEventLoop | None = None
+        """The loop whose present tick will end with a flush."""
+        self._watchers: list[asyncio.Future[None]] = []
+
+    def flush(self) -> None:
+        """End the present transaction, so that readers see it and a killed process leaves it behind."""
+        self._raise_failure()
+        if not self._db.in_transaction:
+            return
+        try:
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._fail(error) from error
+
+    async def watch(self) -> None:
+        """Runs until a write fails, and raises it; maybe nothing else is happening that would tell."""
+        self._raise_failure()
+        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers.append(watcher)
+        try:
+            await watcher
+        finally:
+            self._watchers.remove(watcher)
+
+    @contextmanager
+    def _reading(self) -> Generator[sqlite3.Connection]:
+        try:
+            yield self._db
+        except sqlite3.DatabaseError as error:
+            raise damaged(self._path, error) from error
+
+    @contextmanager
+    def _writing(self) -> Generator[sqlite3.Connection]:
+        """A part of the present tick's transaction."""
+        self._raise_failure()
+        try:
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN IMMEDIATE")
+            yield self._db
+        except sqlite3.Error as error:
+            raise self._fail(error) from error
+        finally:
+            self._num_writes += 1
+            self._flush_soon()
+
+    def _durably(self, write: Callable[[sqlite3.Connection], object]) -> None:
+        """`write` in a transaction of its own, on the device with all before it when this returns."""
+        self.flush()
+        try:
+            self._db.execute("PRAGMA synchronous = FULL")
+            with self._writing() as db:
+                write(db)
+            self.flush()
+        finally:
+            if self._failure is None:
+                self.flush()  # what `write` refused has changed nothing
+                self._db.execute("PRAGMA synchronous = NORMAL")
+
+    def _flush_soon(self) -> None:
+        """At the end of this tick of the event loop; at once where there is none."""
+        if self._failure is not None:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+            return
+        if self._flush_in is not loop:
+            self._flush_in = loop
+            loop.call_soon(self._flush_tick)
+
+    def _flush_tick(self) -> None:
+        self._flush_in = None
+        with suppress(LedgerError):  # kept: the next call raises it, and `watch` does now
+            self.flush()
+
+    def _fail(self, error: sqlite3.Error) -> LedgerError:
+        """Nothing is written any more: what came after this would stand behind a hole."""
+        with suppress(sqlite3.Error):
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+        cause = "an event contradicts what it holds" if isinstance(error, sqlite3.IntegrityError) else "free disk space"
+        self._failure = LedgerError(
+            f"{self._path} cannot be written: {error} ({cause}). The run can be resumed and goes on from what was "
+            "recorded before."
+        )
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_exception(self._failure)
+        return self._failure
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
