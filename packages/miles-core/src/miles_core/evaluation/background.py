@@ -1,0 +1,135 @@
+"""Evaluation beside training: a snapshot of the weights, and one evaluation of it at a time.
+
+begin ─▶ one still runs? ─┬─ backpressure: wait for it ─▶ snapshot ─▶ return, training goes on
+                          │                                 └─▶ evaluate ─▶ point, logged at its own step
+                          └─ skip: skipped point
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from .failures import why
+from .points import DatasetScore, EvalLog, EvalPoint
+
+
+class SnapshotScorer(Protocol):
+    """Scores one snapshot of the weights, a Hugging Face folder."""
+
+    async def __call__(self, step: int, snapshot: Path) -> Sequence[DatasetScore]: ...
+
+    async def close(self) -> None: ...
+
+
+class Snapshots:
+    """Folders with the weights of steps that are being evaluated."""
+
+    def __init__(self, root: Path, *, export: Callable[[Path], Awaitable[None]]) -> None:
+        """
+        Args:
+            export: writes the trainer's present weights as a Hugging Face folder.
+        """
+        shutil.rmtree(root, ignore_errors=True)  # of a process that died: nobody evaluates them any more
+        self._root = root
+        self._export = export
+
+    async def take(self, step: int) -> Path:
+        folder = self._root / f"step-{step:06d}"
+        self._root.mkdir(parents=True, exist_ok=True)
+        await self._export(folder)
+        return folder
+
+    def drop(self, step: int) -> None:
+        shutil.rmtree(self._root / f"step-{step:06d}", ignore_errors=True)
+
+
+class BackgroundEvaluator:
+    """Keeps at most one evaluation running beside training."""
+
+    def __init__(
+        self,
+        scorer: SnapshotScorer,
+        *,
+        snapshots: Snapshots,
+        log: EvalLog,
+        log_late: Callable[[int, Mapping[str, float]], None],
+        overlap: Literal["backpressure", "skip"],
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            log_late: takes the metrics of an earlier step.
+        """
+        self._scorer = scorer
+        self._snapshots = snapshots
+        self._log = log
+        self._log_late = log_late
+        self._overlap = overlap
+        self._timeout_s = timeout_s
+        self._running: asyncio.Task[None] | None = None
+        self._step = 0
+        self._began = 0.0
+
+    async def begin(self, step: int) -> dict[str, float]:
+        began = time.time()
+        if self._overlap == "skip" and self._running is not None and not self._running.done():
+            reason = f"the evaluation of step {self._step} still runs"
+            return self._log.skipped(step, reason, began=began).metrics()
+        await self.drain()
+        try:
+            snapshot = await self._snapshots.take(step)
+        except Exception as error:  # the boundary: training does not end because an evaluation did
+            self._snapshots.drop(step)
+            reason = why(error, "writing a snapshot of the weights", timeout_s=self._timeout_s)
+            return self._log.skipped(step, reason, began=began).metrics()
+        self._step, self._began = step, began
+        self._running = asyncio.create_task(self._evaluate(step, snapshot, began), name=f"evaluate step {step}")
+        return {}
+
+    async def drain(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            await running
+
+    async def rewind(self, step: int) -> None:
+        if self._step > step:
+            began = self._began
+            if await self._give_up():
+                self._log.skipped(self._step, f"the run went back to step {step}", began=began)
+        self._log.rewind(step)
+
+    async def close(self) -> None:
+        try:
+            await self._give_up()
+        finally:
+            await self._scorer.close()
+
+    async def _give_up(self) -> bool:
+        """Cancel what runs; says whether that kept it from a point."""
+        running, self._running = self._running, None
+        if running is None or running.done():
+            return False
+        running.cancel()
+        await asyncio.wait([running])
+        self._snapshots.drop(self._step)  # a task that never began has not done it
+        return running.cancelled()
+
+    async def _evaluate(self, step: int, snapshot: Path, began: float) -> None:
+        try:
+            point = await self._point(step, snapshot, began)
+        finally:
+            self._snapshots.drop(step)
+        self._log_late(step, point.metrics())
+
+    async def _point(self, step: int, snapshot: Path, began: float) -> EvalPoint:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                scores = await self._scorer(step, snapshot)
+        except Exception as error:  # the boundary, as above
+            return self._log.skipped(step, why(error, "evaluating", timeout_s=self._timeout_s), began=began)
+        return self._log.scored(step, scores, began=began)

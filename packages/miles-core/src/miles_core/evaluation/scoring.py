@@ -1,0 +1,113 @@
+"""Every dataset of one evaluation through one set of engines, with its conversations kept for reading."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from miles_rollout.dispatch import RunGroup
+from miles_rollout.evaluate import EvalResult, evaluate
+from miles_tito.records import Prompt
+
+from .config import DatasetConfig
+from .points import DatasetScore
+
+
+class Conversations:
+    """Folders that hold the episodes of the newest evaluations, one a step."""
+
+    def __init__(self, root: Path, *, keep: int) -> None:
+        self._root = root
+        self._keep = keep
+
+    def fresh(self, step: int) -> Path | None:
+        """An empty folder for the episodes of this step's evaluation; None where none are kept.
+
+        Those of this and later steps are removed: the run went back, and they belong to weights that are gone.
+        """
+        for number, folder in self._folders():
+            if number >= step:
+                shutil.rmtree(folder, ignore_errors=True)
+        return self._root / f"step-{step:06d}" if self._keep else None
+
+    def prune(self) -> None:
+        """Remove all but the newest."""
+        folders = self._folders()
+        for _, folder in folders[: max(len(folders) - self._keep, 0)]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """By step, oldest first."""
+        found = (p for p in self._root.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name))
+        return sorted((int(path.name.removeprefix("step-")), path) for path in found)
+
+
+class Scorer:
+    """Runs the held-out prompts of every dataset at once; the workers' permits bound how many episodes do."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, DatasetConfig],
+        *,
+        prompts: Mapping[str, Sequence[Prompt]],
+        conversations: Conversations,
+    ) -> None:
+        """
+        Args:
+            prompts: of each dataset.
+        """
+        self._datasets = datasets
+        self._prompts = prompts
+        self._conversations = conversations
+        self._count = 0
+        """Evaluations begun: sessions of one that was given up must not meet those of the next."""
+
+    async def __call__(self, step: int, run_group_into: Callable[[Path | None], RunGroup]) -> list[DatasetScore]:
+        """Score the weights of `step`, which the engines hold.
+
+        Args:
+            run_group_into: who runs the groups, given the folder that they are written to.
+        """
+        self._count += 1
+        run_group = run_group_into(self._conversations.fresh(step))
+        try:
+            async with asyncio.TaskGroup() as running:
+                tasks = {
+                    name: running.create_task(self._dataset(name, step, run_group), name=f"evaluate {name}")
+                    for name in self._datasets
+                }
+        finally:
+            self._conversations.prune()
+        return [self._score(name, step, task.result()) for name, task in tasks.items()]
+
+    async def _dataset(self, name: str, step: int, run_group: RunGroup) -> EvalResult:
+        dataset = self._datasets[name]
+        return await evaluate(
+            self._prompts[name],
+            run_group=run_group,
+            samples_per_prompt=dataset.samples_per_prompt,
+            sampling=dataset.sampling,
+            name=name,
+            tag=f"{step}.{self._count}",
+            success_reward=dataset.success_reward,
+        )
+
+    def _score(self, name: str, step: int, result: EvalResult) -> DatasetScore:
+        prefix = "eval" if name == "eval" else f"eval/{name}"
+        reason = ""
+        if result.mean is None:
+            reason = result.why_failed()
+        elif result.versions not in (None, (step, step)):
+            low, high = result.versions
+            sampled = f"version {low}" if low == high else f"versions {low} to {high}"
+            reason = f"its tokens were sampled by {sampled} of the weights, not by {step}"
+        if reason:
+            return DatasetScore(
+                dataset=name, score=None, metrics={f"{prefix}/failed": result.metrics()["eval/failed"]}, reason=reason
+            )
+        return DatasetScore(
+            dataset=name, score=result.mean, metrics=result.metrics(prefix=prefix), text=result.summary()
+        )

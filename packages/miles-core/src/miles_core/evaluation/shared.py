@@ -1,0 +1,92 @@
+"""Evaluation on the rollout engines, while training waits.
+
+begin ─▶ gate closed ─▶ running groups finish ─▶ every dataset ─▶ gate open ─▶ point
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from miles_rollout.dispatch import RunGroup
+from miles_rollout.producer import Gate
+from miles_tito.records import Prompt, Sampling
+from miles_tito.summary import GroupRef
+
+from .failures import why
+from .points import EvalLog
+from .scoring import Scorer
+
+
+class InFlight:
+    """Passes groups on, and knows when none is running."""
+
+    def __init__(self, run_group: RunGroup) -> None:
+        self._run_group = run_group
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def __call__(
+        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
+    ) -> GroupRef:
+        self._running += 1
+        self._idle.clear()
+        try:
+            return await self._run_group(
+                prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
+            )
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no group runs; close the gate first."""
+        await asyncio.sleep(0)  # a group that passed the gate just before is a task that has not begun yet
+        await self._idle.wait()
+
+
+class SharedEvaluator:
+    """Pauses submissions, lets what runs finish, evaluates."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        run_group_into: Callable[[Path | None], RunGroup],
+        gate: Gate,
+        in_flight: InFlight,
+        log: EvalLog,
+        timeout_s: float,
+    ) -> None:
+        self._scorer = scorer
+        self._run_group_into = run_group_into
+        self._gate = gate
+        self._in_flight = in_flight
+        self._log = log
+        self._timeout_s = timeout_s
+
+    async def begin(self, step: int) -> dict[str, float]:
+        began = time.time()
+        what = "waiting for the groups in flight"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with self._gate.closed():
+                    await self._in_flight.idle()
+                    what = "evaluating"
+                    scores = await self._scorer(step, self._run_group_into)
+        except Exception as error:  # the boundary: training does not end because an evaluation did
+            return self._log.skipped(step, why(error, what, timeout_s=self._timeout_s), began=began).metrics()
+        return self._log.scored(step, scores, began=began).metrics()
+
+    async def drain(self) -> None:
+        """Nothing is left: `begin` waits."""
+
+    async def rewind(self, step: int) -> None:
+        self._log.rewind(step)
+
+    async def close(self) -> None:
+        """Nothing was started."""
