@@ -148,15 +148,6 @@ def read_ids(path: Path) -> Iterator[tuple[str, SpoolAddress]]:
             file.seek(length, os.SEEK_CUR)
 
 
-def last_segments(directory: Path) -> list[Path]:
-    """The newest two files of each worker: where a record may lie that nobody was told of."""
-    numbers: dict[str, list[int]] = {}
-    for path in directory.iterdir():
-        if match := re.fullmatch(r"(.+)\.(\d+)\.spool", path.name):
-            numbers.setdefault(match[1], []).append(int(match[2]))
-    return [directory / f"{name}.{n:03d}.spool" for name, found in numbers.items() for n in sorted(found)[-2:]]
-
-
 def fetch_groups(
     handles: Sequence[Any], *, get: Callable[[list[Any]], list[Group]], lost: tuple[type[Exception], ...]
 ) -> list[Group]:

@@ -12,26 +12,11 @@ from miles_tito.records import Prompt
 from miles_tito.summary import GroupRef, TrajectorySummary, summarize
 
 from .ledger import Ledger, OpenGroup, effective_versions
-from .spool import GroupHandle, SpoolAddress, last_segments, read_group, read_ids
+from .spool import GroupHandle, SpoolAddress, read_group
 
 
 class TakeUpError(MilesError, ValueError):
     """The data does not hold what the ledger says was issued from it."""
-
-
-def adopt_spooled(ledger: Ledger, trajectories: Path) -> int:
-    """Tell the ledger of groups that were on disk when the run was killed before it could note them; returns how many.
-
-    Call it before `ledger.start`.
-    """
-    awaited = {group.id for group in ledger.open_groups() if group.address is None}
-    adopted = 0
-    for path in last_segments(trajectories) if awaited else ():
-        for group_id, address in read_ids(path):
-            if group_id in awaited and ledger.adopt(_summary(trajectories, address)):
-                awaited.discard(group_id)
-                adopted += 1
-    return adopted
 
 
 def take_up(ledger: Ledger, *, trajectories: Path, prompts: Sequence[Prompt]) -> Resume:

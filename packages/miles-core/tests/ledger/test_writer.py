@@ -102,11 +102,11 @@ def test_what_ran_is_issued_again_above_every_attempt_that_was_made(ledger: Ledg
     again = reopen(ledger)
     again.start(0, limits=Limits(retries=3))
     first, second = again.open_groups()
-    assert (first.id, first.attempt, first.issued_version) == ("g0", 1, 0), "0, and 1 that its worker may have added"
-    assert (second.id, second.attempt, second.is_admitted) == ("g1", -1, True)
+    assert (first.id, first.attempt, first.issued_version) == ("g0", 2, 0), "after 0, and 1 that its worker may have added"
+    assert (second.id, second.attempt, second.is_admitted) == ("g1", 0, True)
     again = reopen(again)
     again.start(0)
-    assert again.open_groups()[0].attempt == 5
+    assert again.open_groups()[0].attempt == 6
     again.finished(make_ref("g0", attempt=6))
     assert again.open_groups()[0].address is not None
     again.close()

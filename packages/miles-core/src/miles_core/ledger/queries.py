@@ -37,7 +37,7 @@ def _open_group(row: tuple, steps: list[tuple[int, int]]) -> OpenGroup:
         id=name,
         number=number,
         prompt_id=prompt_id,
-        attempt=attempt - 1,
+        attempt=attempt,
         retry_of=retry_of,
         address=None if file is None else SpoolAddress(file=file, offset=offset),
         is_admitted=fate == Fate.BUFFERED,

@@ -31,7 +31,7 @@ class OpenGroup:
     """Position in the order of issue, from 0."""
     prompt_id: str
     attempt: int
-    """Highest attempt that was made before its present issue, -1 for none: the next one is above it."""
+    """Number of the first attempt of its present issue, above all that were made before."""
     retry_of: str | None
     """The discarded group whose prompt this one runs again."""
     address: SpoolAddress | None
