@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -85,11 +85,18 @@ class FateCounts:
         )
 
 
+RECENT = 1 << 16
+"""Final fates that a book remembers by id. An observer that keeps them all (the ledger) refuses what comes later."""
+
+
 class FateBook:
-    """The fate of every group ever issued, and the only place that changes one."""
+    """The fate of every open group, of the last `RECENT` others, and the only place that changes one."""
 
     def __init__(self, *, observer: Observer | None = None) -> None:
         self._fates: dict[str, Fate] = {}
+        """Of open groups and of those in `_recent`."""
+        self._recent: deque[str] = deque()
+        """Groups with a final fate, oldest first."""
         self._prompt_ids: dict[str, str] = {}
         self._final: Counter[Fate] = Counter()
         self._issued = 0
@@ -129,6 +136,9 @@ class FateBook:
         if fate.is_final:
             self._final[fate] += 1
             del self._prompt_ids[group_id]
+            self._recent.append(group_id)
+            if len(self._recent) > RECENT:
+                del self._fates[self._recent.popleft()]
         self._tell(group_id, prompt_id, fate, reason=reason, version=version, will_retry=will_retry)
 
     def require_open(self, group_id: str, *, wanted: Fate) -> None:
@@ -136,8 +146,8 @@ class FateBook:
         fate = self._fates.get(group_id)
         if fate is None:
             raise BufferStateError(
-                f"Group {group_id!r} was never issued, so it cannot become {wanted}; "
-                "call `acquire` and `issue` before its episodes start."
+                f"Group {group_id!r} was never issued (or ended more than {RECENT} groups ago), so it cannot become "
+                f"{wanted}; call `acquire` and `issue` before its episodes start."
             )
         if fate.is_final:
             self._twice += 1
@@ -146,7 +156,7 @@ class FateBook:
             )
 
     def fate(self, group_id: str) -> Fate | None:
-        """The group's present fate, None if it was never issued."""
+        """The group's present fate, None if it was never issued or ended long ago."""
         return self._fates.get(group_id)
 
     def counts(self) -> FateCounts:
