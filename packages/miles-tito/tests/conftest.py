@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from miles_tito.server import create_app, serve
 from miles_tito.tokenizer import Tokenizer, load_tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds nothing by itself
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 
