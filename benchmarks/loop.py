@@ -235,6 +235,9 @@ class SleepingTrainer:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.ended.append(asyncio.get_running_loop().time())
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        return None
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         return None
 

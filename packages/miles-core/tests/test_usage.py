@@ -33,6 +33,9 @@ class Trace:
     def log(self, step: int, metrics: object) -> None:
         raise AssertionError("usage returns metrics, it does not log them")
 
+    def log_late(self, step: int, metrics: object) -> None:
+        raise AssertionError("nothing comes late")
+
     def finish(self, summary: object) -> None:
         raise AssertionError("usage does not end a run")
 

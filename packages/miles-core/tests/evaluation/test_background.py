@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
 from miles_core.evaluation import BackgroundEvaluator, DatasetScore, DedicatedScorer, Snapshots
 from scripted_rollout import now, run_virtual
+
+Overlap = Literal["backpressure", "skip"]
 
 
 class Trainer:
@@ -49,7 +52,7 @@ class SlowScorer:
         self.closed = True
 
 
-def make_background(tmp_path, scorer, trainer, told, *, overlap="backpressure", timeout_s=100.0):
+def make_background(tmp_path, scorer, trainer, told, *, overlap: Overlap = "backpressure", timeout_s=100.0):
     return BackgroundEvaluator(
         scorer,
         snapshots=Snapshots(tmp_path / "snapshots", export=trainer.export),

@@ -44,11 +44,28 @@ class Recorder:
     def log(self, step, metrics) -> None:
         self._call("log", step, dict(metrics))
 
+    def log_late(self, step, metrics) -> None:
+        self._call("log_late", step, dict(metrics))
+
     def event(self, name, start, end, lane) -> None:
         self._call("event", name, start, end, lane)
 
     def finish(self, summary) -> None:
         self._call("finish", summary)
+
+
+def test_metrics_that_come_late_belong_to_their_own_step(tmp_path):
+    out = io.StringIO()
+    jsonl = JsonlMonitor(tmp_path)
+    monitor = MultiMonitor([jsonl], [ConsoleMonitor(total_steps=9, mode="plain", file=out)])
+    for step in (1, 2, 3):
+        monitor.log(step, {"reward/mean": step / 10})
+    monitor.log_late(1, {"eval/score": 0.5, "eval/lag_steps": 2.0})
+    monitor.log(4, {"reward/mean": 0.4})
+    rows = {row["step"]: row for row in read_metrics(tmp_path)}
+    assert (rows[1]["reward/mean"], rows[1]["eval/score"]) == (0.1, 0.5)
+    assert "eval/score" not in rows[3]
+    assert "step 1/9 | held-out 0.500 | 2 steps later" in out.getvalue()
 
 
 def test_every_monitor_receives_every_call():

@@ -121,6 +121,9 @@ class Alarms:
         for name, rule in self._rules.items():
             self._judge(name, rule(self._steps))
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """No rule looks back."""
+
     def rewind(self, step: int) -> None:
         self._steps.clear()
 

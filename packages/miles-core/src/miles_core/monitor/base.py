@@ -24,6 +24,10 @@ class Monitor(Protocol):
         """Metrics of one committed step; `monitor.names` is the catalogue. Steps never decrease."""
         ...
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """More metrics of a step that has been logged, such as the score of an evaluation beside training."""
+        ...
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Something took from `start` to `end` (seconds since the epoch, `time.time()`) in `lane`."""
         ...
@@ -50,6 +54,9 @@ class MultiMonitor:
             raise StepError(f"Step {step} was logged after step {self._last_step}; steps never decrease.")
         self._last_step = step
         self._each(lambda monitor: monitor.log(step, metrics))
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda monitor: monitor.log_late(step, metrics))
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         self._each(lambda monitor: monitor.event(name, start, end, lane))

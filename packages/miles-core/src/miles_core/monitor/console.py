@@ -58,6 +58,10 @@ class ConsoleMonitor:
         self._console.print(_row(step, metrics))
         self._progress.update(TaskID(0), completed=step, left=f"{format_seconds(left)} left")
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = plain_row(step, self._total, metrics, math.nan)
+        self._console.print(f"{row} | {metrics.get('eval/lag_steps', 0):.0f} steps later", soft_wrap=True)
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
 

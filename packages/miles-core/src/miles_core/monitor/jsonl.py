@@ -47,6 +47,10 @@ class JsonlMonitor:
         if self._clock() - self._synced >= self._interval:
             self._sync()
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Another row of that step; readers merge the two."""
+        self.log(step, metrics)
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
 

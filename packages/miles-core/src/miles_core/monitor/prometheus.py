@@ -54,6 +54,9 @@ class PrometheusMonitor:
         latest = {name: float(value) for name, value in metrics.items()} | {"step": float(step)}
         self._latest = self._latest | latest  # a new dict: a scrape in another thread sees one step or the next
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._latest = self._latest | {name: float(value) for name, value in metrics.items()}
+
     def rewind(self, step: int) -> None:
         """The next step says what holds."""
 

@@ -36,6 +36,9 @@ class TensorboardMonitor:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.log(step, metrics)
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
 

@@ -30,6 +30,9 @@ class TraceMonitor:
         self._first = True
         self._last_time = 0.0
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A counter has no past; the span of the evaluation shows when it ran."""
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         thread = self._thread(lane, self._free_row(lane, start, end))
         self._last_time = max(self._last_time, end)

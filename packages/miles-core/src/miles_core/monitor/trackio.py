@@ -33,6 +33,9 @@ class TrackioMonitor:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.log(step, metrics)
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
 

@@ -17,6 +17,9 @@ try:
 except ImportError as error:
     raise MissingDependency("`monitor.wandb` needs the wandb package: pip install 'miles-core[wandb]'") from error
 
+EVAL_STEP = "eval/step"
+"""Axis of everything under `eval/`."""
+
 
 class WandbMonitor:
     """One W&B run; in offline mode everything stays under `<run>/wandb`."""
@@ -32,8 +35,19 @@ class WandbMonitor:
             settings=wandb.Settings(silent=True, console="off"),
         )
 
+        # W&B's own step never goes back, and the score of an evaluation beside training belongs to an earlier one.
+        self._run.define_metric(EVAL_STEP)
+        self._run.define_metric("eval/*", step_metric=EVAL_STEP)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+        row = {name: float(value) for name, value in metrics.items()}
+        if any(name.startswith("eval/") for name in row):
+            row[EVAL_STEP] = float(step)
+        self._run.log(row, step=step)
+
+    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Joins the row of the present step, on an axis of its own."""
+        self._run.log({name: float(value) for name, value in metrics.items()} | {EVAL_STEP: float(step)}, commit=False)
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
