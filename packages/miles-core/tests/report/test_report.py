@@ -6,15 +6,19 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from miles_core import report
+from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.report.charts import by_lag, main_charts, other_charts, thin
 from miles_core.report.read import _sparse, pick, read_run
 from miles_core.spool import SpoolWriter
+from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Episode, Group, Outcome
+from miles_tito.summary import summarize
 
 HOSTILE = '</i></p><script>alert(1)</script><img src=x onerror="alert(2)">\u202egnihsihp'
 
@@ -136,20 +140,29 @@ def test_conversations_come_from_the_start_to_the_end_of_the_run(make_run):
     assert [s.episode.reward for s in shown] == [0.0, 1.0] * 4
 
 
-def test_the_index_of_fates_is_preferred_and_names_the_step(make_run):
+def test_the_ledger_is_preferred_and_names_the_step(make_run):
     run = make_run(steps=60)
-    offset = (run / "trajectories" / "worker-0.000.spool").stat().st_size
     spool = SpoolWriter(run / "trajectories", "worker-1")
-    group = read_run(run).shown[0].episode.group_id
-    address = spool.append(next(iter(_groups_of(run))))
-    lines = [
-        {"group": "x", "fate": "filtered", "version": 3, "spool": ["worker-0.000.spool", 0]},
-        {"group": group, "fate": "trained", "version": 7, "spool": [address.file, address.offset]},
-    ]
-    (run / "trajectories" / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"gro')
-    assert offset > 0
-    assert {shown.fate for shown in read_run(run).shown} == {"trained at step 7"}
-    assert "trained at step 7 · worst of its group" in page_of(run).words
+    ledger = Ledger.open(run / "ledger.db", create=True)
+    ledger.start(0)
+    for number, group in enumerate(_groups_of(run)):
+        ledger(FateEvent(group_id=group.id, prompt_id=group.prompt_id, fate=Fate.IN_FLIGHT, reason="", version=0))
+        address = spool.append(group)
+        ledger.finished(replace(summarize(group), metadata={"spool": (address.file, address.offset)}))
+        fate = Fate.TRAINED if number % 2 else Fate.FILTERED
+        version = number // 2 + 1
+        ledger(FateEvent(group_id=group.id, prompt_id=group.prompt_id, fate=fate, reason="", version=version))
+    fates = [shown.fate for shown in read_run(run).shown]
+    assert fates[0] == "trained at step 1", "while the run still writes"
+    ledger.close()
+    assert (fates[0], fates[-1]) == ("trained at step 1", f"trained at step {version}")
+    assert f"trained at step {version} · worst of its group" in page_of(run).words
+
+
+def test_a_damaged_ledger_becomes_a_note(make_run):
+    run = make_run(steps=3)
+    (run / "ledger.db").write_bytes(b"SQLite format 3\0" + bytes(5000))
+    assert "Conversations could not be read" in page_of(run).words
 
 
 def _groups_of(run):

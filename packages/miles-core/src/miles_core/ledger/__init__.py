@@ -2,7 +2,9 @@
 
 from .adopt import adopt_spooled
 from .errors import LedgerError
+from .queries import trained_over_the_run
 from .records import Limits, OpenGroup, PendingRetry
+from .schema import reading
 from .versions import effective_version, effective_versions
 from .writer import LEDGER, Ledger
 
@@ -16,4 +18,6 @@ __all__ = [
     "adopt_spooled",
     "effective_version",
     "effective_versions",
+    "reading",
+    "trained_over_the_run",
 ]

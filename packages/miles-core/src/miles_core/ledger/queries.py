@@ -152,3 +152,18 @@ def groups_of_steps_after(db: sqlite3.Connection, version: int) -> list[tuple[in
             (version,),
         )
     )
+
+
+def trained_over_the_run(db: sqlite3.Connection, count: int) -> list[tuple[int, SpoolAddress]]:
+    """One spooled group of each of `count` steps at even distances, first and last included: version and place."""
+    newest = last_version(db)
+    versions = {1 + round(i * (newest - 1) / max(count - 1, 1)) for i in range(count)} if newest else set[int]()
+    found = (
+        db.execute(
+            "SELECT version, file, offset FROM steps JOIN step_groups USING (step) JOIN groups USING (number) "
+            "JOIN segments USING (segment) WHERE dropped_start IS NULL AND version = ? ORDER BY number LIMIT 1",
+            (version,),
+        ).fetchone()
+        for version in sorted(versions)
+    )
+    return [(row[0], SpoolAddress(file=row[1], offset=row[2])) for row in found if row]

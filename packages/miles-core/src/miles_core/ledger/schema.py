@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -195,6 +197,18 @@ def connect_readonly(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+@contextmanager
+def reading(path: Path) -> Generator[sqlite3.Connection]:
+    """`connect_readonly` for a block; what cannot be read in it becomes a LedgerError."""
+    db = connect_readonly(path)
+    try:
+        yield db
+    except sqlite3.DatabaseError as error:
+        raise damaged(path, error) from error
+    finally:
+        db.close()
 
 
 def damaged(path: Path, error: sqlite3.Error) -> LedgerError:

@@ -12,9 +12,10 @@ from miles_tito.errors import MilesError
 from miles_tito.records import Episode, Group
 from tokenizers import Tokenizer
 
+from miles_core.ledger import LEDGER, reading, trained_over_the_run
 from miles_core.monitor.jsonl import read_metrics, read_summary
 from miles_core.monitor.summary import RunSummary
-from miles_core.spool import SpoolAddress, read_group, read_groups
+from miles_core.spool import read_group, read_groups
 
 MOMENTS = 4
 """Points of the run that conversations are shown from, first and last included."""
@@ -53,7 +54,7 @@ def read_run(path: Path) -> RunData:
     notes: list[str] = []
     shown: list[Shown] = []
     try:
-        shown = pick(_told(path / "trajectories"))
+        shown = pick(_told(path))
     except (MilesError, OSError) as error:
         notes.append(f"Conversations could not be read: {error}")
     return RunData(
@@ -100,14 +101,14 @@ def load_tokenizer(run: RunData) -> Tokenizer | None:
     return Tokenizer.from_file(str(found)) if found else None
 
 
-def _told(trajectories: Path) -> list[tuple[Group, str]]:
-    """A few groups spread over the run, with their fates: trained ones by the index, any by the spools without it."""
-    trained = [line for line in _index(trajectories) if line.get("fate") == "trained" and line.get("spool")]
-    if trained:
-        return [
-            (read_group(trajectories, SpoolAddress(file=line["spool"][0], offset=line["spool"][1])), _fate(line))
-            for line in _spread(trained)
-        ]
+def _told(run: Path) -> list[tuple[Group, str]]:
+    """A few groups spread over the run, with their fates: trained ones by the ledger, any by the spools without it."""
+    trajectories = run / "trajectories"
+    if (run / LEDGER).exists():
+        with reading(run / LEDGER) as db:
+            trained = trained_over_the_run(db, MOMENTS)
+        if trained:
+            return [(read_group(trajectories, place), f"trained at step {version}") for version, place in trained]
     spooled = (group for file in sorted(trajectories.glob("*.spool")) for group in read_groups(file))
     kept = [group for group in _sparse(spooled) if any(e.trajectories for e in group.episodes)]
     return [(group, "") for group in _spread(sorted(kept, key=_version))]
@@ -117,22 +118,6 @@ def _spread(items: Sequence[Any]) -> list[Any]:
     """At most `MOMENTS` of them at even distances, first and last included."""
     count = min(MOMENTS, len(items))
     return [items[round(i * (len(items) - 1) / max(count - 1, 1))] for i in range(count)]
-
-
-def _index(trajectories: Path) -> list[dict[str, Any]]:
-    """Lines of the fate index; a torn last line is left out."""
-    file = trajectories / "index.jsonl"
-    lines: list[dict[str, Any]] = []
-    for line in file.read_bytes().splitlines() if file.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
-
-
-def _fate(line: Mapping[str, Any]) -> str:
-    return f"{line['fate']} at step {line['version']}"
 
 
 def _sparse(groups: Iterator[Group], *, keep: int = 64) -> list[Group]:
