@@ -44,7 +44,7 @@ class Client:
         return response.json()["choices"][0]["message"]
 
     async def trajectories(self) -> tuple[Trajectory, ...]:
-        response = await self.http.get(f"{self.url}/sessions/s/trajectories?picker=all", headers=self.auth)
+        response = await self.http.get(f"{self.url}/sessions/s/trajectories?picker=leaves", headers=self.auth)
         assert response.status_code == 200, response.text
         return wire.decode_many(response.content, Trajectory)
 

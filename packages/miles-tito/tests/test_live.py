@@ -12,7 +12,8 @@ import pytest
 from miles_tito import RequestError, Sampling, Session, Tokenizer
 from miles_tito.dialects.chat import ChatRequest, read_request
 from miles_tito.families import choose_family
-from miles_tito.live import LiveSession, RunningTurn
+from miles_tito.hints import Hints
+from miles_tito.live import Answer, LiveSession
 from miles_tito.merge import Joiner
 from miles_tito.store import SessionStore
 from miles_tito.testing import ScriptedEngine
@@ -33,7 +34,7 @@ def ask(text: str, *more: dict[str, Any]) -> ChatRequest:
     return read_request(msgspec.json.encode(body), sampling=Sampling(), model="m")
 
 
-async def content(running: RunningTurn) -> str:
+async def content(running: Answer) -> str:
     with running.attached():
         return (await running.result()).message["content"]
 
@@ -44,9 +45,9 @@ async def test_a_request_marked_as_a_retry_waits_for_the_running_one(
     go = asyncio.Event()
     engine = ScriptedEngine(["one", "two"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
     live = open_live()
-    first = await live.start(ask("q"), engine, is_retry=False)
-    again = await live.start(ask("q"), engine, is_retry=True)
-    other = await live.start(ask("q"), engine, is_retry=False)
+    first = await live.start(ask("q"), engine)
+    again = await live.start(ask("q"), engine, hints=Hints(is_retry=True))
+    other = await live.start(ask("q"), engine)
     assert again is first
     assert other is not first
     go.set()
@@ -58,7 +59,7 @@ async def test_a_turn_goes_on_as_long_as_anybody_waits(tokenizer: Tokenizer, ope
     go = asyncio.Event()
     engine = ScriptedEngine(["one"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
     live = open_live()
-    running = await live.start(ask("q"), engine, is_retry=False)
+    running = await live.start(ask("q"), engine)
     with running.attached():
         with running.attached():
             pass
@@ -76,8 +77,8 @@ async def test_a_deadline_ends_running_turns_and_keeps_the_record(
     engine = ScriptedEngine(["one", "two"], tokenizer=tokenizer, before_token=hold_second)
     live, store = open_live(deadline_at=time.time() + 1000), SessionStore(idle_timeout_s=1000)
     store.add(live)
-    assert await content(await live.start(ask("q"), engine, is_retry=False)) == "one"
-    running = await live.start(ask("other"), engine, is_retry=False)
+    assert await content(await live.start(ask("q"), engine)) == "one"
+    running = await live.start(ask("other"), engine)
     waiting = asyncio.create_task(content(running))
     await store.sweep()
     assert not waiting.done(), "the deadline is far away"
@@ -87,7 +88,7 @@ async def test_a_deadline_ends_running_turns_and_keeps_the_record(
         await waiting
     assert caught.value.status == 410
     with pytest.raises(RequestError, match="deadline of this session has passed"):
-        await live.start(ask("q"), engine, is_retry=False)
+        await live.start(ask("q"), engine)
     assert [t.metadata["num_turns"] for t in store.get("s").session.trajectories()] == [1]
 
 
@@ -98,7 +99,7 @@ async def test_an_idle_session_is_forgotten_but_not_a_busy_one(
     engine = ScriptedEngine(["one"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
     live, store = open_live(), SessionStore(idle_timeout_s=1000)
     store.add(live)
-    running = await live.start(ask("q"), engine, is_retry=False)
+    running = await live.start(ask("q"), engine)
     live.last_used = float("-inf")
     await store.sweep()
     assert len(store) == 1

@@ -13,7 +13,6 @@ import pytest
 from miles_tito import (
     EngineError,
     FinishReason,
-    Sample,
     Sampling,
     SessionClient,
     SessionError,
@@ -409,14 +408,63 @@ async def test_samples_come_in_the_form_that_was_asked_for(tokenizer: Tokenizer,
             url = f"{chat.server}/sessions/s/samples"
             return await chat.http.post(url, json={"reward": 0.5}, headers={**chat.auth, "accept": accept})
 
-        [packed] = wire.decode_many((await samples("*/*")).content, Sample)
+        [packed], _ = wire.decode_samples((await samples("application/msgpack")).content)
         [tensors] = wire.samples_from_safetensors((await samples("application/x-safetensors")).content)
-        [plain] = (await samples("application/json")).json()["samples"]
+        [plain] = (await samples("*/*")).json()["samples"]
         assert packed.tokens.tolist() == tensors.tokens.tolist() == plain["tokens"]
         assert (packed.reward, packed.advantage, packed.loss_denominator) == (0.5, 0.5, 4)
-        response = await chat.http.post(f"{chat.server}/sessions/s/samples", json={}, headers=chat.auth)
-        assert response.status_code == 400
-        assert "reward" in response.json()["error"]["message"]
+
+
+SAMPLES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "no reward yet": ({}, 200, ""),
+    "a limit": ({"outcome": "policy_limit", "reward": 0.25}, 200, ""),
+    "a failure": ({"outcome": "infra_abort"}, 422, "carries no reward"),
+    "a failure with a score": ({"outcome": "infra_abort", "reward": 0.0}, 422, "a failure is not a score"),
+    "a grade without reward": ({"outcome": "graded"}, 422, "needs a finite reward"),
+    "a field that does not exist": ({"rewards": 1}, 400, "rewards"),
+    "a picker that does not exist": ({"picker": "best"}, 400, "known: default, leaves, all"),
+    "no room": ({"max_tokens": 0}, 400, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+async def test_samples_take_what_is_known_and_refuse_a_failure_as_a_score(
+    case: str, tokenizer: Tokenizer, open_chat: OpenChat
+):
+    grade, status, why = SAMPLES[case]
+    async with open_chat(ScriptedEngine(["one"], tokenizer=tokenizer)) as chat:
+        await chat.say([user("q")])
+        answer = await chat.http.post(f"{chat.server}/sessions/s/samples", json=grade, headers=chat.auth)
+    assert answer.status_code == status
+    if status == 200:
+        [sample] = answer.json()["samples"]
+        assert sample["reward"] == grade.get("reward")
+        assert answer.json()["dropped"] == []
+    else:
+        assert why in answer.json()["error"]["message"]
+
+
+async def test_what_no_sample_trains_is_named_with_its_reason(tokenizer: Tokenizer, open_chat: OpenChat):
+    engine = ScriptedEngine(["first try", "second try", "a title", "long " * 20], tokenizer=tokenizer)
+    async with open_chat(engine) as chat:
+        await chat.say([user("q")])
+        again = await chat.post([user("q")])
+        assert again.headers["x-miles-kind"] == "root"
+        titled = await chat.post([user("Generate a short title for this conversation: q")])
+        assert titled.headers["x-miles-kind"] == "title"
+        await chat.say([user("another")])
+        body = {"reward": 1.0, "max_tokens": 60, "metadata": {"epoch": 3}}
+        answer = (await chat.http.post(f"{chat.server}/sessions/s/samples", json=body, headers=chat.auth)).json()
+        tree = (await chat.http.get(f"{chat.server}/sessions/s", headers=chat.auth)).json()
+    assert [node["kind"] for node in tree["nodes"]] == ["retry", "root", "title", "fork"]
+    [sample] = answer["samples"]
+    assert (sample["id"], sample["metadata"]["epoch"], sample["metadata"]["kind"]) == ("s:1", 3, "main")
+    assert sample["loss_denominator"] == sum(sample["loss_mask"])
+    assert {entry["node"]: entry["why"].split(":")[0].split(" has")[0] for entry in answer["dropped"]} == {
+        0: "retry",
+        2: "title",
+        3: "Its trajectory",
+    }
 
 
 async def test_an_unknown_path_says_what_is_served(tokenizer: Tokenizer, open_chat: OpenChat):

@@ -277,8 +277,8 @@ def test_a_second_reply_forks_and_the_shared_turn_trains_once(tokenizer: Tokeniz
     talk = Talk(tokenizer)
     messages = [user("q")]
     messages += [talk.turn(messages, "one"), user("more")]
-    talk.turn(messages, "two")
-    talk.turn(messages, "three")
+    for turn, text in zip([talk.begin(messages), talk.begin(messages)], ["two", "three"], strict=True):
+        talk.finish(turn, text)
     first, second = talk.session.trajectories()
     assert first.tokens[first.loss_mask].tolist() == talk.sampled[0] + talk.sampled[1]
     assert second.tokens[second.loss_mask].tolist() == talk.sampled[2]
@@ -393,8 +393,8 @@ def test_memory_grows_with_tokens_not_with_turns_times_tokens(tokenizer: Tokeniz
     [trajectory] = talk.session.trajectories()
     arrays = [
         array
-        for lineage in talk.session.lineages()
-        for node in lineage
+        for path in talk.session.pick().paths
+        for node in path
         for array in (node.prompt_ids, node.completion_ids, node.logprobs)
     ]
     held = sum(array.nbytes if array.base is None else array.base.nbytes for array in arrays)
@@ -440,8 +440,8 @@ def episode(talk: Talk, **changes: Any) -> Episode:
 
 def test_samples_share_the_loss_tokens_of_their_episode(tokenizer: Tokenizer):
     talk = Talk(tokenizer)
-    talk.turn([user("q")], "one")
-    talk.turn([user("q")], "two two")
+    for turn, text in zip([talk.begin([user("q")]), talk.begin([user("q")])], ["one", "two two"], strict=True):
+        talk.finish(turn, text)
     rows = to_samples(episode(talk), 0.5)
     assert [row.id for row in rows] == ["s:0", "s:1"]
     assert {row.loss_denominator for row in rows} == {sum(map(len, talk.sampled))}

@@ -69,7 +69,7 @@ class SessionClient:
         """What the session recorded so far: one trajectory a branch, running turns left out.
 
         Args:
-            picker: "default" leaves out repeated requests and title calls; "all" does not.
+            picker: "default" leaves out retries and title calls, "leaves" does not, "all" gives one a turn.
         """
         url = f"{self._session_url(session_id)}/trajectories?picker={quote(picker)}"
         return decode_many(await self._call("GET", url, self._key(session_id)), Trajectory)

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 
 from .errors import SessionError
-from .records import FinishReason, Sampling, TrajectoryKind, VersionSpan
-from .tree import Node
+from .records import FinishReason, Sampling, VersionSpan
+from .tree import Node, NodeKind
 from .wire import array_from_extension, array_to_extension
 
 SCHEMA_VERSION = 1
@@ -242,7 +242,7 @@ def _frames(data: bytes) -> Generator[tuple[Body, int], None, None]:
         yield decoder.decode(packed), start
 
 
-_AROUND = {"parent", "children", "replay"}
+_AROUND = {"parent", "children", "replay", "superseded_by"}
 """Fields of `Node` that follow from the rest."""
 
 
@@ -254,7 +254,7 @@ def _node(body: Recorded, nodes: Mapping[int, Node]) -> Node:
     fields: dict[str, Any] = {
         **body.fields,
         "parent": None if body.parent_id is None else nodes[body.parent_id],
-        "kind": TrajectoryKind(body.fields["kind"]),
+        "kind": NodeKind(body.fields["kind"]),
         "finish_reason": FinishReason(body.fields["finish_reason"]),
         "versions": tuple(VersionSpan(**span) for span in body.fields["versions"]),
     }

@@ -15,6 +15,7 @@ from .dialects.chat import ChatRequest
 from .errors import EngineError, RequestError
 from .families.parser import Piece, TextPiece, ToolCall
 from .generation import Engine, join, run_turn
+from .hints import Hints
 from .journal import Journal
 from .session import Plan, Session, Turn
 from .tree import Node
@@ -202,7 +203,7 @@ class LiveSession:
     def is_busy(self) -> bool:
         return any(not turn.is_done for turn in self._running.values())
 
-    async def start(self, chat: ChatRequest, engine: Engine, *, is_retry: bool) -> Answer:
+    async def start(self, chat: ChatRequest, engine: Engine, *, hints: Hints | None = None) -> Answer:
         """Start the turn that `chat` asks for, or join the one that it repeats.
 
         Equal requests at one time are separate replies, each a branch; a client that marks a request as a retry
@@ -214,9 +215,10 @@ class LiveSession:
         if self.expired or self.is_due:
             raise RequestError("The deadline of this session has passed.", status=410, code="session_closed")
         session = self.session
-        plan = session.plan(chat.messages, tools=chat.tools, variables=chat.variables)
+        hints = hints or Hints()
+        plan = session.plan(chat.messages, tools=chat.tools, variables=chat.variables, hints=hints)
         running = self._running.get(plan.identity)
-        if is_retry and running and not running.is_done:
+        if hints.is_retry and running and not running.is_done:
             return running
         lost = session.undelivered(plan)
         if lost and not any(other.node is lost for other in self._running.values() if other.is_attached):

@@ -10,11 +10,11 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -23,16 +23,18 @@ from .errors import EngineError, MilesError, MissingDependency, RecordError, Req
 from .export import to_samples
 from .families import Family, choose_family
 from .generation import Engine
+from .hints import read_hints
 from .journal import Opened, StateDir
 from .live import Answer, LiveSession, as_request_error, digest_key
 from .merge import Joiner
 from .messages import value_key
-from .records import Episode, Outcome, Sample, Sampling, Trajectory
-from .session import PICKERS, Picker, Session
+from .pick import picker_named
+from .records import Episode, Outcome, Sample, Sampling, Trajectory, check_reward
+from .session import Session
 from .store import SessionStore
 from .tokenizer import Tokenizer
 from .tree import Node
-from .wire import encode_many, samples_to_safetensors
+from .wire import encode_many, encode_samples, samples_to_safetensors
 
 try:
     import uvicorn
@@ -298,36 +300,27 @@ class _Server:
 
     async def trajectories(self, request: Request) -> Response:
         session = self._session(request).session
-        picker = _picker(request.query_params.get("picker", "default"))
-        lineages = session.lineages()
+        picked = session.pick(picker_named(request.query_params.get("picker", "default")))
 
         def build() -> bytes:
-            return encode_many(session.assemble(lineages, picker), Trajectory)
+            return encode_many(session.assemble(picked), Trajectory)
 
         return Response(await asyncio.to_thread(build), media_type=MSGPACK)
 
     async def samples(self, request: Request) -> Response:
         session = self._session(request).session
-        grade = _read(await request.body(), _Grade)
-        picker = _picker(grade.picker)
-        lineages = session.lineages()
+        grade = _read(await request.body() or b"{}", _Grade)
+        picked = session.pick(picker_named(grade.picker), max_tokens=grade.max_tokens)
         accept = request.headers.get("accept", "")
 
         def build() -> Response:
-            episode = Episode(
-                id=session.id,
-                prompt_id=grade.prompt_id or session.id,
-                group_id=grade.group_id or session.id,
-                outcome=Outcome.GRADED,
-                reward=grade.reward,
-                trajectories=session.assemble(lineages, picker),
-            )
-            samples = to_samples(episode, grade.reward if grade.advantage is None else grade.advantage)
+            samples = _samples(session, session.assemble(picked), grade)
             if SAFETENSORS in accept:
-                return Response(samples_to_safetensors(samples), media_type=SAFETENSORS)
-            if JSON in accept:
-                return _json({"samples": samples})
-            return Response(encode_many(samples, Sample), media_type=MSGPACK)
+                headers = {"x-miles-num-dropped": str(len(picked.dropped))}
+                return Response(samples_to_safetensors(samples), media_type=SAFETENSORS, headers=headers)
+            if MSGPACK in accept:
+                return Response(encode_samples(samples, picked.dropped), media_type=MSGPACK)
+            return _json({"samples": samples, "dropped": picked.dropped})
 
         return await asyncio.to_thread(build)
 
@@ -338,8 +331,7 @@ class _Server:
     async def chat(self, request: Request) -> ASGIApp:
         live = self._session(request, operator=False)
         chat = read_request(await request.body(), sampling=live.session.sampling, model=self.model)
-        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        running = await live.start(chat, self.engine, is_retry=is_retry)
+        running = await live.start(chat, self.engine, hints=read_hints(request.headers))
         answer = ChatAnswer(rid=running.node.rid, model=self.model, include_usage=chat.include_usage)
         headers = _turn_headers(live, running, chat)
         kind = _EventStream if chat.stream else _Whole
@@ -438,13 +430,42 @@ class _Opening(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Grade(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `POST /sessions/{id}/samples`; `advantage` is the reward where it is left out."""
+    """Body of `POST /sessions/{id}/samples`."""
 
-    reward: float
+    reward: float | None = None
+    outcome: Outcome | None = None
     advantage: float | None = None
+    """The reward where it is left out, 0 where there is no reward yet either."""
     prompt_id: str | None = None
     group_id: str | None = None
     picker: str = "default"
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Longer trajectories are dropped."""
+    metadata: dict[str, Any] = {}
+
+
+def _samples(session: Session, trajectories: tuple[Trajectory, ...], grade: _Grade) -> list[Sample]:
+    if grade.outcome is not None:
+        # Says no to a reward with an outcome that carries none, and the other way round.
+        error = None if grade.outcome.has_reward else f"the client reported {grade.outcome}"
+        check_reward(grade.outcome, grade.reward, error)
+        if not grade.outcome.has_reward:
+            raise SampleError(
+                f"Outcome {grade.outcome} carries no reward, so session {session.id} is no training data."
+            )
+    episode = Episode(
+        id=session.id,
+        prompt_id=grade.prompt_id or session.id,
+        group_id=grade.group_id or session.id,
+        outcome=grade.outcome or Outcome.GRADED,
+        reward=0.0 if grade.reward is None else grade.reward,
+        trajectories=trajectories,
+    )
+    advantage = grade.advantage if grade.advantage is not None else grade.reward or 0.0
+    return [
+        replace(sample, reward=grade.reward, metadata={**sample.metadata, **grade.metadata})
+        for sample in to_samples(episode, advantage)
+    ]
 
 
 def _read(body: bytes, cls: type[T]) -> T:
@@ -523,13 +544,6 @@ def _usage(running: Answer, node: Node) -> Usage:
         completion_tokens=len(node.completion_ids),
         cached_tokens=running.cached_tokens,
     )
-
-
-def _picker(name: str) -> Picker:
-    if name not in PICKERS:
-        known = ", ".join(PICKERS)
-        raise RequestError(f"Unknown picker {name!r}; known: {known}.", code="invalid_value", param="picker")
-    return PICKERS[name]
 
 
 def _token(request: Request) -> str:

@@ -8,34 +8,32 @@ A session changes only in `begin`, `commit` and `discard`; whatever is wrong wit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
+from .classify import classify
 from .errors import RequestError, TemplateError
 from .families.parser import TurnParser
 from .generation import GenerateRequest, Generation
+from .hints import Hints
 from .merge import Joiner, Setting
 from .messages import value_key
+from .pick import Picked, Picker, pick, pick_default
 from .reader import TurnReader
 from .records import FinishReason, Message, Sampling, Trajectory, TrajectoryKind, VersionSpan
-from .tree import Match, Node, Tree
-
-Picker = Callable[[Trajectory], bool]
-"""Whether a trajectory is handed out for training."""
+from .tree import Match, Node, NodeKind, Tree
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}")
 
 
-def default_picker(trajectory: Trajectory) -> bool:
-    """Leaves out what the agent's own bookkeeping made: repeated requests and title calls."""
-    return trajectory.kind not in (TrajectoryKind.RETRY, TrajectoryKind.TITLE)
-
-
-PICKERS: dict[str, Picker] = {"default": default_picker, "all": lambda trajectory: True}
+_TRAJECTORY_KINDS = {
+    NodeKind.ROOT: TrajectoryKind.MAIN,
+    **{NodeKind(kind): kind for kind in TrajectoryKind if kind is not TrajectoryKind.MAIN},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +43,7 @@ class Plan:
     messages: tuple[Message, ...]
     setting: Setting
     match: Match
+    hints: Hints
 
     @property
     def identity(self) -> bytes:
@@ -109,13 +108,15 @@ class Session:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
         """Match normalized `messages` against what was recorded."""
+        hints = hints or Hints()
         setting = Setting(tools=tuple(tools), variables=dict(variables or {}), now=self.now)
         # Another list of tools stands at the top of the prompt: nothing recorded can be continued.
-        seed = value_key([list(setting.tools), dict(setting.variables)])
+        seed = value_key([list(setting.tools), dict(setting.variables), hints.agent])
         split = tuple(self._split_reasoning(message) for message in messages)
-        return Plan(messages=split, setting=setting, match=self._tree.match(split, seed))
+        return Plan(messages=split, setting=setting, match=self._tree.match(split, seed), hints=hints)
 
     def encode(self, plan: Plan) -> np.ndarray:
         """[N] int32, the ids that `plan` puts behind the turn it continues. Pure, so it may run in a thread.
@@ -159,7 +160,16 @@ class Session:
             )
         budget = min(self.sampling.max_tokens, max_tokens or self.sampling.max_tokens, self.max_context - length)
         stops = (*self.sampling.stop, *stop)
-        new = self._tree.add(plan.match, len(plan.messages), prompt_ids, rid=rid)
+        place = classify(plan.messages, plan.match, plan.hints, self._tree, has_tools=bool(plan.setting.tools))
+        new = self._tree.add(
+            plan.match,
+            len(plan.messages),
+            prompt_ids,
+            rid=rid,
+            kind=place.kind,
+            origin=place.origin,
+            repeats=place.repeats,
+        )
         request = GenerateRequest(
             rid=rid,
             session_id=self.id,
@@ -209,24 +219,22 @@ class Session:
         """The recorded reply to the request of `plan` that no client got, as after a crash, if there is one."""
         return self._tree.undelivered(plan.match)
 
-    def trajectories(self, picker: Picker = default_picker) -> tuple[Trajectory, ...]:
-        """One trajectory a leaf. A turn that several leaves share is trained in the first of those picked."""
-        return self.assemble(self.lineages(), picker)
+    def trajectories(self, picker: Picker = pick_default) -> tuple[Trajectory, ...]:
+        """One trajectory a turn that `picker` chooses; what several share is trained in the first of them."""
+        return self.assemble(self.pick(picker))
 
-    def lineages(self) -> list[list[Node]]:
-        """The path to each leaf as recorded now."""
-        return [leaf.lineage for leaf in self._tree.leaves()]
+    def pick(self, picker: Picker = pick_default, *, max_tokens: int | None = None) -> Picked:
+        """The paths that `picker` chooses of what is recorded now."""
+        return pick(self._tree.nodes, picker, max_tokens=max_tokens)
 
-    def assemble(self, lineages: Sequence[list[Node]], picker: Picker = default_picker) -> tuple[Trajectory, ...]:
-        """The trajectories of `lineages`; touches nothing that changes, so it may run in a thread."""
+    def assemble(self, picked: Picked) -> tuple[Trajectory, ...]:
+        """The trajectories of `picked`; touches nothing that changes, so it may run in a thread."""
         trained: set[int] = set()
-        picked: list[Trajectory] = []
-        for nodes in lineages:
-            trajectory = self._trajectory(nodes, trained)
-            if picker(trajectory):
-                picked.append(trajectory)
-                trained.update(node.id for node in nodes)
-        return tuple(picked)
+        built: list[Trajectory] = []
+        for path, label, name in zip(picked.paths, picked.labels, picked.ids, strict=True):
+            built.append(self._trajectory(path, trained, label, name))
+            trained.update(node.id for node in path)
+        return tuple(built)
 
     def describe(self) -> dict[str, Any]:
         """The tree as plain data, without ids."""
@@ -241,8 +249,9 @@ class Session:
                 {
                     "id": node.id,
                     "parent": node.parent.id if node.parent else None,
+                    "origin": node.origin,
                     "trajectory": f"{self.id}:{node.branch}",
-                    "kind": str(node.kind),
+                    "kind": str(node.label),
                     "num_prompt_tokens": len(node.prompt_ids),
                     "num_completion_tokens": len(node.completion_ids),
                     "finish_reason": str(node.finish_reason) if node.finish_reason else None,
@@ -252,7 +261,7 @@ class Session:
             ],
         }
 
-    def _trajectory(self, nodes: list[Node], trained: set[int]) -> Trajectory:
+    def _trajectory(self, nodes: Sequence[Node], trained: set[int], label: NodeKind, name: str) -> Trajectory:
         leaf = nodes[-1]
         spans: list[VersionSpan] = []
         start = 0
@@ -260,9 +269,8 @@ class Session:
             start += len(node.prompt_ids)
             spans += [VersionSpan(start=s.start + start, end=s.end + start, version=s.version) for s in node.versions]
             start += len(node.completion_ids)
-        opening = next((n for n in reversed(nodes) if n.parent is None or n.parent.branch != n.branch), nodes[0])
         return Trajectory(
-            id=f"{self.id}:{leaf.branch}",
+            id=f"{self.id}:{name}",
             tokens=np.concatenate(_ids(nodes)),
             loss_mask=np.concatenate(
                 [
@@ -275,13 +283,21 @@ class Session:
                 [part for n in nodes for part in (np.zeros(len(n.prompt_ids), np.float32), n.logprobs)]
             ),
             versions=tuple(spans),
-            parent_id=f"{self.id}:{opening.parent.branch}" if opening.parent else None,
-            kind=leaf.kind,
+            parent_id=self._parent_id(nodes),
+            kind=_TRAJECTORY_KINDS[label],
             # A greedy engine reports log-probs at temperature 1.
             temperature=self.sampling.temperature or 1.0,
             finish_reason=leaf.finish_reason or FinishReason.ABORT,
             metadata={**self.metadata, "num_turns": len(nodes)},
         )
+
+    def _parent_id(self, nodes: Sequence[Node]) -> str | None:
+        """The trajectory that this one branched off, or that called for it."""
+        for node in reversed(nodes):
+            if node.parent and node.parent.branch != node.branch:
+                return f"{self.id}:{node.parent.branch}"
+        origin = nodes[0].origin
+        return None if origin is None else f"{self.id}:{self._tree.get(origin).branch}"
 
     def _stop_ids(self, asked: Sequence[int]) -> tuple[int, ...]:
         ids: set[int] = {*self.joiner.stop_ids, *self.sampling.stop_token_ids, *asked}

@@ -1,8 +1,9 @@
 """The turns of a session as an append-only tree. A node holds what its turn added and nothing else.
 
-root ── turn ── turn          branch 0, main
-    └── turn (fork)           branch 1: another reply, or other messages, behind the same turn
-root (fork)                   branch 2: a history that shares no turn with what was recorded
+root ── turn ── turn          branch 0
+    └── fork ── turn          branch 1: another reply, or other messages, behind the same turn
+fork                          branch 2: a history that shares no turn with what was recorded
+subagent ── turn              branch 3
 """
 
 from __future__ import annotations
@@ -10,11 +11,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
 from .messages import message_key, reasoning_agrees
-from .records import FinishReason, Message, TrajectoryKind, VersionSpan
+from .records import FinishReason, Message, VersionSpan
+
+
+class NodeKind(StrEnum):
+    """Why a turn stands where it does; see `classify`."""
+
+    ROOT = "root"
+    TURN = "turn"
+    RETRY = "retry"
+    FORK = "fork"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    TITLE = "title"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -27,7 +41,12 @@ class Node:
     parent: Node | None
     branch: int
     """The first turn behind a node goes on with its branch; every other one opens a new one."""
-    kind: TrajectoryKind
+    kind: NodeKind
+    """What it was when it began; `label` says what it turned out to be."""
+    origin: int | None
+    """The turn that called this sub-agent, or wrote the summary that this root begins with."""
+    repeats: int | None
+    """A turn of the same request that was finished and unused when this one began."""
     path: bytes
     """Digest of all messages up to this turn, its reply excluded until it is committed."""
     asked: bytes
@@ -51,6 +70,8 @@ class Node:
     """Whether the client got the whole reply."""
     num_ids: int = 0
     """Ids up to the end of this turn."""
+    superseded_by: int | None = None
+    """The recorded turn that repeats this one."""
     children: list[Node] = field(default_factory=list["Node"])
 
     @property
@@ -66,6 +87,16 @@ class Node:
     @property
     def is_done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a recorded turn continues this one."""
+        return any(child.is_done for child in self.children)
+
+    @property
+    def label(self) -> NodeKind:
+        """A turn whose request was sent again and whose reply nobody went on from was a retry."""
+        return NodeKind.RETRY if self.superseded_by is not None and not self.is_used else self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +117,15 @@ class Tree:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         """In order of creation; given-up turns leave."""
+        self.roots: list[Node] = []
+        self._by_id: dict[int, Node] = {}
         self._by_path: dict[bytes, list[Node]] = {}
         self._next_id = 0
         self._next_branch = 0
+
+    def get(self, node_id: int) -> Node:
+        """The turn of that id, which is recorded or runs."""
+        return self._by_id[node_id]
 
     def match(self, messages: Sequence[Message], seed: bytes) -> Match:
         """The deepest recorded turn that `messages` continue; `seed` digests what else must be equal, such as tools."""
@@ -103,14 +140,23 @@ class Tree:
                 return Match(best, count, paths[-1])
         return Match(None, 0, paths[-1])
 
-    def add(self, match: Match, num_messages: int, prompt_ids: np.ndarray, *, rid: str) -> Node:
+    def add(
+        self,
+        match: Match,
+        num_messages: int,
+        prompt_ids: np.ndarray,
+        *,
+        rid: str,
+        kind: NodeKind,
+        origin: int | None = None,
+        repeats: int | None = None,
+    ) -> Node:
         """A running turn behind `match`."""
         parent = match.node
-        goes_on = not parent.children if parent else not self.nodes
-        if goes_on and parent:
-            branch, kind = parent.branch, parent.kind
+        if parent and kind is NodeKind.TURN and all(child.branch != parent.branch for child in parent.children):
+            branch = parent.branch
         else:
-            branch, kind = self._next_branch, TrajectoryKind.MAIN if goes_on else TrajectoryKind.FORK
+            branch = self._next_branch
             self._next_branch += 1
         node = Node(
             id=self._next_id,
@@ -118,6 +164,8 @@ class Tree:
             parent=parent,
             branch=branch,
             kind=kind,
+            origin=origin,
+            repeats=repeats,
             path=match.path,
             asked=match.path,
             num_messages=num_messages,
@@ -126,8 +174,8 @@ class Tree:
         )
         self._next_id += 1
         self.nodes.append(node)
-        if parent:
-            parent.children.append(node)
+        self._by_id[node.id] = node
+        (parent.children if parent else self.roots).append(node)
         return node
 
     def restore(self, nodes: Sequence[Node], *, next_id: int, next_branch: int) -> None:
@@ -135,14 +183,15 @@ class Tree:
         assert not self.nodes, f"this tree has {len(self.nodes)} turns already"
         for node in nodes:
             self.nodes.append(node)
+            self._by_id[node.id] = node
             self._by_path.setdefault(node.path, []).append(node)
-            if node.parent:
-                node.parent.children.append(node)
+            (node.parent.children if node.parent else self.roots).append(node)
+            self._supersede(node)
         self._next_id, self._next_branch = next_id, next_branch
 
     def undelivered(self, match: Match) -> Node | None:
         """The recorded reply to the same request that no client got, if there is one."""
-        siblings = match.node.children if match.node else [node for node in self.nodes if node.parent is None]
+        siblings = match.node.children if match.node else self.roots
         lost = (n for n in siblings if n.is_done and n.asked == match.path and not (n.is_delivered or n.children))
         return next(lost, None)
 
@@ -154,18 +203,18 @@ class Tree:
         node.num_messages += 1
         node.num_ids += len(node.completion_ids)
         self._by_path.setdefault(node.path, []).append(node)
+        self._supersede(node)
 
     def discard(self, node: Node) -> None:
         """Forget a turn that was given up."""
         assert not node.is_done, f"turn {node.id} is recorded and stays"
         self.nodes.remove(node)
-        if node.parent:
-            node.parent.children.remove(node)
+        del self._by_id[node.id]
+        (node.parent.children if node.parent else self.roots).remove(node)
 
-    def leaves(self) -> list[Node]:
-        """Recorded turns that no recorded turn continues, by branch."""
-        ends = [n for n in self.nodes if n.is_done and not any(child.is_done for child in n.children)]
-        return sorted(ends, key=lambda n: (n.branch, n.id))
+    def _supersede(self, node: Node) -> None:
+        if node.repeats is not None:
+            self._by_id[node.repeats].superseded_by = node.id
 
 
 def _extend(path: bytes, key: bytes) -> bytes:

@@ -75,6 +75,22 @@ def decode_many(data: bytes | memoryview, cls: type[R]) -> tuple[R, ...]:
     return tuple(cast("R", _build(cls, item)) for item in _unpack(data, cls, many=True))
 
 
+def encode_samples(samples: Sequence[Sample], dropped: Sequence[Any] = ()) -> bytes:
+    """Samples and the turns left out as a plain msgpack map; arrays as in records, so any msgpack reader can."""
+    body = {"schema": SCHEMA_VERSION, "samples": samples, "dropped": dropped}
+    return msgspec.msgpack.encode(body, enc_hook=array_to_extension)
+
+
+def decode_samples(data: bytes | memoryview) -> tuple[list[Sample], list[dict[str, Any]]]:
+    """What `encode_samples` wrote: the samples, and each turn left out as `{"node", "why"}`."""
+    try:
+        body = msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=array_from_extension)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"{len(data)} bytes are no whole answer of samples: {error}.") from error
+    _check_version(body.get("schema"))
+    return [cast("Sample", _build(Sample, row)) for row in body["samples"]], body["dropped"]
+
+
 def samples_to_safetensors(samples: Sequence[Sample]) -> bytes:
     """`samples` as one safetensors file: `<row>.<field>` tensors, everything else as JSON in the metadata.
 
