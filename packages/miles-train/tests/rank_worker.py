@@ -81,7 +81,7 @@ class Worker:
             "device": "cpu",
             "token_budget": 30,
             "optimizer": OptimizerConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.05),
-            "schedule": ScheduleConfig(kind="cosine", warmup_steps=3, total_steps=9),
+            "schedule": ScheduleConfig(kind="cosine", total_steps=9),
             "collective_timeout_s": 60.0,
         }
         return TrainConfig(**(known | changes))  # pyright: ignore[reportArgumentType]
