@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import sys
 import types
 from collections.abc import AsyncIterator, Iterable
@@ -121,7 +122,7 @@ async def test_the_environment_is_closed_even_if_that_fails(tmp_path: Path) -> N
     with pytest.raises(ConnectionError):
         await worker.stop()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        worker._spool.close()  # pyright: ignore[reportPrivateUsage]  (closed already)
+        worker._spool.close()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]  (closed already)
 
 
 @pytest.fixture
@@ -164,11 +165,34 @@ async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: 
     stored: list[Group] = []
     worker = make_worker(tmp_path / "run", Sums(), stored)
     worker.connect([sessions], api_key="secret")
-    ref = await worker.run_group(
-        Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0), spool=False
-    )
+    ref = await worker.evaluate_group(Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0))
     assert (ref.handle, dict(ref.metadata), stored) == (None, {}, [])
     assert list(read_groups(tmp_path / "run" / "worker-0.000.spool")) == []
+    await worker.stop()
+
+
+async def test_conversations_of_an_evaluation_are_kept_in_its_folder(
+    tmp_path: Path, sessions: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make_worker(tmp_path / "run", Sums())
+    worker.connect([sessions], api_key="secret")
+
+    async def evaluate(group_id: str, step: int) -> None:
+        folder = tmp_path / "eval" / f"step-{step}"
+        await worker.evaluate_group(Prompt(id="p"), group_id=group_id, group_size=1, folder=folder)
+
+    await asyncio.gather(*(evaluate(f"a{i}", 1) for i in range(3)))
+    await evaluate("b", 2)
+    shutil.rmtree(tmp_path / "eval" / "step-2")  # its evaluation is made again
+    await evaluate("c", 2)
+    kept = {
+        folder.name: [group.id for file in folder.glob("*.spool") for group in read_groups(file)]
+        for folder in (tmp_path / "eval").iterdir()
+    }
+    assert {name: sorted(ids) for name, ids in kept.items()} == {"step-1": ["a0", "a1", "a2"], "step-2": ["c"]}
+    (tmp_path / "eval" / "step-3").write_text("in the way")
+    await evaluate("d", 3)
+    assert "the conversations of d are not kept" in caplog.text
     await worker.stop()
 
 

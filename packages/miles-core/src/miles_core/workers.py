@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,8 @@ from miles_tito.summary import GroupRef, summarize
 from .config import EnvConfig
 from .importing import call, load
 from .spool import GroupHandle, SpoolWriter
+
+logger = logging.getLogger(__name__)
 
 MOST_PROMPTS = 1_000_000
 """Prompts that a split without `num_prompts` may have; an endless generator would be read for ever."""
@@ -63,11 +66,12 @@ class RolloutWorker:
         config: RolloutConfig,
         num_workers: int,
         run_id: str,
-        trajectories: Path,
+        trajectories: Path | None,
         store: Callable[[Group], Any],
     ) -> None:
         """
         Args:
+            trajectories: where groups for training are spooled; None for a worker that only evaluates.
             store: keeps a group where trainer ranks can fetch it, as long as this process lives; returns a reference.
         """
         self._env = env
@@ -75,7 +79,10 @@ class RolloutWorker:
         self._num_workers = num_workers
         self._run_id = run_id
         self._trajectories = trajectories
-        self._spool = SpoolWriter(trajectories, name)
+        self._spool = None if trajectories is None else SpoolWriter(trajectories, name)
+        self._name = name
+        self._kept: tuple[Path, SpoolWriter] | None = None
+        """The folder of the evaluation that is being kept."""
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="spool")
         """Writes one group at a time: hundreds of episodes must not wait for a device to flush."""
         self._store = store
@@ -110,20 +117,56 @@ class RolloutWorker:
         group_size: int,
         attempt: int = 0,
         sampling: Sampling | None = None,
-        spool: bool = True,
     ) -> GroupRef:
-        """One group; durable in the spool before its reference leaves this process, unless it is an evaluation's."""
+        """One group for training; durable in the spool before its reference leaves this process."""
         assert self._worker is not None, "connect() comes first"
+        assert self._spool is not None, "a worker that only evaluates"
+        assert self._trajectories is not None
         group = await self._worker.run_group(
             prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
         )
-        if not spool:
-            return replace(summarize(group), handle=None)
         address = await asyncio.get_running_loop().run_in_executor(self._disk, self._spool.append, group)
         ref = summarize(
             group, handle=GroupHandle(ref=self._store(group), address=address, directory=self._trajectories)
         )
         return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
+
+    async def evaluate_group(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str,
+        group_size: int,
+        attempt: int = 0,
+        sampling: Sampling | None = None,
+        folder: Path | None = None,
+    ) -> GroupRef:
+        """One group for an evaluation: the summary alone goes back.
+
+        Args:
+            folder: where its conversations are written, to be read by people; the score does not depend on it.
+        """
+        assert self._worker is not None, "connect() comes first"
+        group = await self._worker.run_group(
+            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
+        )
+        if folder is not None:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._disk, self._keep, folder, group)
+            except OSError as error:
+                logger.warning("the conversations of %s are not kept: %s", group_id, error)
+        return replace(summarize(group), handle=None)
+
+    def _keep(self, folder: Path, group: Group) -> None:
+        if self._kept is None or self._kept[0] != folder or not folder.exists():
+            self._close_kept()
+            self._kept = (folder, SpoolWriter(folder, self._name))
+        self._kept[1].append(group)
+
+    def _close_kept(self) -> None:
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
 
     async def stop(self) -> None:
         """Close the environment, the connections and the spool; one that fails does not keep the others open."""
@@ -133,4 +176,6 @@ class RolloutWorker:
             if self._sessions is not None:
                 await self._sessions.aclose()
             await asyncio.to_thread(self._disk.shutdown)  # what is being written is written whole
-            self._spool.close()
+            self._close_kept()
+            if self._spool is not None:
+                self._spool.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ from miles_core.config import EnvConfig, ModelConfig, SftConfig
 from miles_core.loop import Trained
 from miles_core.metering import Counters
 from miles_core.model import prepare_model_folder
-from miles_core.rank import TrainerRank
+from miles_core.rank import Pushed, TrainerRank
 from miles_core.serving import SessionServer
 from miles_core.spool import fetch_groups
 from miles_core.supervised import SupervisedSource
 from miles_core.workers import RolloutWorker, build_env
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"checkpoint": 1})
 class TrainerActor:
-    """One trainer rank."""
+    """One trainer rank; waits for a checkpoint in a thread beside the one that trains."""
 
     def __init__(self, rank: int) -> None:
         self._rank = TrainerRank(rank=rank)
@@ -55,8 +56,18 @@ class TrainerActor:
     def train(self, work: RankWork) -> Trained:
         return self._rank.train(work, fetch_groups(work.handles, get=ray.get, lost=(ObjectLostError,)))
 
-    def push(self, version: int) -> dict[str, float]:
-        return self._rank.push(version)
+    def push(self, version: int, engines: Sequence[str]) -> Pushed:
+        return self._rank.push(version, engines)
+
+    def begin_save(self, path: Path) -> None:
+        self._rank.begin_save(path)
+
+    @ray.method(concurrency_group="checkpoint")
+    def finish_save(self) -> None:
+        self._rank.finish_save()
+
+    def load(self, path: Path) -> None:
+        self._rank.load(path)
 
     def export(self, path: Path) -> None:
         self._rank.export(path)
@@ -67,15 +78,16 @@ class TrainerActor:
 
 @ray.remote
 class EngineActor:
-    """Supervises one SGLang server of ours, or watches one that somebody else runs."""
+    """Runs one SGLang server of ours, or watches one that somebody else runs."""
 
-    def __init__(self, config: EngineConfig, index: int, model: Path, log_path: Path) -> None:
+    def __init__(self, config: EngineConfig, index: int, model: Path, log_path: Path, port: int) -> None:
         if config.urls:
             self._server = AttachedServer(config.urls[index], start_timeout_s=config.start_timeout_s)
         else:
-            self._server = EngineServer(config, model_path=model, log_path=log_path)
+            self._server = EngineServer(config, model_path=model, log_path=log_path, port=port)
 
     async def start(self) -> str:
+        """Start the server, also again after its end; returns its url, which stays the same."""
         await asyncio.to_thread(self._server.start)
         return await asyncio.to_thread(self._server.wait_ready)
 
@@ -83,19 +95,30 @@ class EngineActor:
         """Returns when the server is stopped; raises EngineDied when it ends by itself."""
         await self._server.watch()
 
+    async def log_tail(self) -> str:
+        return self._server.log_tail()
+
     async def stop(self) -> None:
         await asyncio.to_thread(self._server.stop)
 
 
 @ray.remote
 class RouterActor:
-    """Supervises the router in front of several engines."""
+    """Runs the router in front of several engines."""
 
-    def __init__(self, log_path: Path) -> None:
-        self._router = Router(log_path=log_path)
+    def __init__(self, log_path: Path, port: int) -> None:
+        self._router = Router(log_path=log_path, port=port)
 
-    async def start(self, engines: Sequence[str]) -> str:
-        return await asyncio.to_thread(self._router.start, list(engines))
+    async def start(self) -> str:
+        """Start it, also again after its end; returns its url, which stays the same."""
+        return await asyncio.to_thread(self._router.start)
+
+    async def ended(self) -> None:
+        """Returns when it is gone."""
+        await self._router.ended()
+
+    async def set_workers(self, engines: Sequence[str], timeout_s: float) -> None:
+        await asyncio.to_thread(partial(self._router.set_workers, list(engines), timeout_s=timeout_s))
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._router.stop)
@@ -107,17 +130,22 @@ class SessionActor:
 
     _server: SessionServer | None = None
 
-    async def start(
-        self, engine_url: str, *, tokenizer: Path, family: str, model: str, max_context: int, api_key: str
-    ) -> str:
-        self._server = SessionServer(
-            engine_url, tokenizer=tokenizer, family=family, model=model, max_context=max_context, api_key=api_key
-        )
-        return await self._server.start()
+    async def start(self, port: int, options: Mapping[str, Any]) -> str:
+        """Serve with `options` of `SessionServer`; returns the url."""
+        self._server = SessionServer(**options)
+        return await self._server.start(port)
+
+    async def ended(self) -> None:
+        """Returns when it does not serve."""
+        if self._server is not None:
+            await self._server.ended()
+
+    async def hold(self, is_held: bool) -> None:
+        if self._server is not None:
+            self._server.hold(is_held)
 
     async def counters(self) -> Counters:
-        assert self._server is not None, "start() comes first"
-        return self._server.counters()
+        return Counters() if self._server is None else self._server.counters()
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -138,7 +166,7 @@ class WorkerActor:
         config: RolloutConfig,
         num_workers: int,
         run_id: str,
-        trajectories: Path,
+        trajectories: Path | None,
     ) -> None:
         """Build the environment. Not in `__init__`: what that raises reaches nobody but as text."""
         self._worker = RolloutWorker(
@@ -158,10 +186,23 @@ class WorkerActor:
         return self._opened().prompts(split, limit)
 
     async def run_group(
-        self, prompt: Prompt, group_id: str, group_size: int, attempt: int, sampling: Sampling | None, spool: bool
+        self, prompt: Prompt, group_id: str, group_size: int, attempt: int, sampling: Sampling | None
     ) -> GroupRef:
         return await self._opened().run_group(
-            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling, spool=spool
+            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
+        )
+
+    async def evaluate_group(
+        self,
+        prompt: Prompt,
+        group_id: str,
+        group_size: int,
+        attempt: int,
+        sampling: Sampling | None,
+        folder: Path | None,
+    ) -> GroupRef:
+        return await self._opened().evaluate_group(
+            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling, folder=folder
         )
 
     async def stop(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
-from miles_rollout.dispatch import LeastBusy
+from miles_rollout.dispatch import LeastBusy, RunGroup
 from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef
 
@@ -26,10 +28,13 @@ class Workers:
         self._config = config
         self._run_dir = run_dir
         self._actors = [spawn(actors.WorkerActor, concurrency=concurrency)() for _ in range(config.workers.count)]
-        self.run_group = LeastBusy([_RemoteWorker(actor, spool=True) for actor in self._actors])
+        self.run_group = LeastBusy([_RemoteWorker(actor.run_group.remote) for actor in self._actors])
         """Groups for training."""
-        self.run_unspooled = LeastBusy([_RemoteWorker(actor, spool=False) for actor in self._actors])
-        """Groups for evaluation: summaries only."""
+        self.run_unspooled = self.evaluate_into(None)
+
+    def evaluate_into(self, folder: Path | None) -> RunGroup:
+        """Groups for evaluation: summaries only; their conversations are written to `folder`."""
+        return LeastBusy([_RemoteWorker(actor.evaluate_group.remote, folder) for actor in self._actors])
 
     async def open(self) -> None:
         """Build the environment in every worker.
@@ -63,16 +68,16 @@ class Workers:
 
 
 class _RemoteWorker:
-    """One worker actor as the `RunGroup` that the producer calls; cancellation reaches the actor."""
+    """A method of one worker actor as the `RunGroup` that the producer calls; cancellation reaches the actor."""
 
-    def __init__(self, actor: Any, *, spool: bool) -> None:
-        self._actor = actor
-        self._spool = spool
+    def __init__(self, method: Callable[..., Any], *more: Any) -> None:
+        self._method = method
+        self._more = more
 
     async def __call__(
         self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
     ) -> GroupRef:
-        ref = self._actor.run_group.remote(prompt, group_id, group_size, attempt, sampling, self._spool)
+        ref = self._method(prompt, group_id, group_size, attempt, sampling, *self._more)
         try:
             return await ref
         except asyncio.CancelledError:
