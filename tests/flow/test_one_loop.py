@@ -114,7 +114,7 @@ class Flow:
         if self.broken == "spool" and self.buffer.version == 2:
             raise OSError("no space left for a group")
 
-    async def on_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
+    async def on_step(self, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]) -> dict[str, float]:
         if self.broken == "on_step" and version == 3:
             raise RuntimeError("the evaluation broke")
         return {"eval/done": float(version)}

@@ -52,11 +52,11 @@ class NoSync:
         return {}
 
 
-OnStep = Callable[[int, dict[str, float]], Awaitable[dict[str, float]]]
-"""Called after each committed step with its version and its metrics so far; returns more of them."""
+OnStep = Callable[[int, Sequence[GroupRef], dict[str, float]], Awaitable[dict[str, float]]]
+"""Called after each step with its version, its groups and its metrics so far; returns more of them."""
 
 
-async def nothing_more(version: int, metrics: dict[str, float]) -> dict[str, float]:
+async def nothing_more(version: int, groups: Sequence[GroupRef], metrics: dict[str, float]) -> dict[str, float]:
     """An `OnStep` that adds nothing."""
     return {}
 
@@ -91,7 +91,7 @@ async def run(
             buffer.set_version(trained.version)
             buffer.release(groups)  # only now: the engines hold the weights trained on these groups
             metrics = rollout | trained.metrics | pushed | buffer.metrics() | fate_metrics(buffer.counts())
-            metrics |= await on_step(trained.version, metrics | clock.metrics())
+            metrics |= await on_step(trained.version, groups, metrics | clock.metrics())
             clock.lap("time/on_step")
             monitor.log(trained.version, metrics | clock.metrics())
         producer.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,12 +29,12 @@ from .checkpoints import Checkpoints
 from .commits import Commits
 from .config import Config
 from .errors import cause
-from .ledger import Ledger
+from .ledger import Ledger, Limits, adopt_spooled
 from .metrics import Arrivals
 from .monitor import Monitor, MultiMonitor
 from .monitor.alarms import Alarms
 from .parts import Parts, TrainerLost
-from .rundir import RunDir
+from .rundir import RunDir, environment
 from .starting import Started, started
 from .takeup import take_up
 from .usage import Usage
@@ -67,6 +68,7 @@ class RLRun:
     async def run(self) -> None:
         """Start, train, evaluate, stop. Groups that are open when it ends early stay open, for a resumed run."""
         try:
+            self._begin()
             async with (
                 started(self._config, run_dir=self._run_dir, parts=self._parts) as run,
                 asyncio.TaskGroup() as running,
@@ -99,6 +101,25 @@ class RLRun:
         }
 
     # ---- from the last commit to the last step
+
+    def _begin(self) -> None:
+        """A new start in the ledger: of a new run, or from the newest committed step of an old one."""
+        rollout = self._config.rollout
+        keeps_old = "keep" in (rollout.put_policy, rollout.take_policy)
+        found = self._checkpoints.latest()
+        adopted = adopt_spooled(self._ledger, self._run_dir.trajectories)
+        start = self._ledger.start(
+            None if self._ledger.is_new else found.step if found else 0,
+            limits=Limits(
+                max_staleness=None if keeps_old else rollout.max_staleness,
+                credits=rollout.num_credits,
+                retries=rollout.retries,
+            ),
+            info=environment(),
+        )
+        if start:
+            step = found.step if found else 0
+            logger.info("start %d goes on from step %d; %d groups were on disk alone", start, step, adopted)
 
     async def _train_to_the_end(self, run: Started) -> None:
         """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""
@@ -197,8 +218,11 @@ class RLRun:
         self._arrivals.add(ref)
         self._ledger.finished(ref)
 
-    async def _after_step(self, run: Started, version: int, metrics: dict[str, float]) -> dict[str, float]:
+    async def _after_step(
+        self, run: Started, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
+    ) -> dict[str, float]:
         self.version = version
+        self._ledger.step(version, groups, facts={"seconds": metrics["time/step"]})
         assert self._usage is not None, "the loop runs after _train has made it"
         more = self._usage.step(
             await run.sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,9 @@ class SftRun:
     def summary(self) -> dict[str, Any]:
         return {"steps": self._steps, "seconds": time.monotonic() - self._began}
 
-    async def _after_step(self, version: int, metrics: dict[str, float]) -> dict[str, float]:
+    async def _after_step(
+        self, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
+    ) -> dict[str, float]:
         self._steps = version
         return {}
 

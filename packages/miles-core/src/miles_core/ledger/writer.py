@@ -71,6 +71,12 @@ class Ledger(Transactions):
 
     # ---- starts and rewinds
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no run has begun in it."""
+        with self._reading() as db:
+            return queries.last_start(db) is None
+
     def start(
         self, from_step: int | None = None, *, limits: Limits | None = None, info: Mapping[str, object] | None = None
     ) -> int:
