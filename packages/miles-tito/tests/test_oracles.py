@@ -52,6 +52,7 @@ ORACLES: dict[str, tuple[str | None, str]] = {
     "DeepSeek-V3.2": ("deepseek-v3", "deepseekv32"),
     "DeepSeek-V4": ("deepseek-v4", "deepseekv4"),
     "gpt-oss": (None, "gpt-oss"),
+    "Inkling": ("inkling", "inkling"),
     "GLM-4.5": ("glm45", "glm45"),
     "Kimi-K2": ("kimi_k2", "kimi_k2"),
     "MiniMax-M2": ("minimax", "minimax-m2"),

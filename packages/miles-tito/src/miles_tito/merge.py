@@ -67,10 +67,10 @@ class Joiner:
         self.family = family
         self.close_id = tokenizer.token_id(family.close)
         """The token that ends a turn; None where the next message's opening does."""
-        ends = {i for token in family.ends if (i := tokenizer.token_id(token)) is not None}
-        self.stop_ids = tuple(sorted({*ends, *tokenizer.eos_ids}))
+        stops = {i for token in family.ends if (i := tokenizer.token_id(token)) is not None}
+        self.stop_ids = tuple(sorted({*stops, *tokenizer.eos_ids}))
         """Ids that end a turn, for the engine."""
-        self._ends = ends
+        self._ends = stops if self.close_id is None else {*stops, self.close_id}
         self._reply = f"qz{secrets.randbelow(10**24):024d}zq"  # no message can hold it
 
     def start(self, messages: Sequence[Message], setting: Setting) -> np.ndarray:
@@ -98,10 +98,10 @@ class Joiner:
         text = self._after_reply(messages, setting, tools, reply)
         # Encoded behind the real close token: some tokens swallow the whitespace that follows them.
         ids = self.tokenizer.encode_guarded(text)
-        if self.close_id is None:
-            return ids[1:] if last == ids[0] else ids
-        assert ids[0] == self.close_id, f"{self.family.close!r} is an added token, so it is encoded as itself"
-        return ids[1:] if last == self.close_id or last in self._ends else ids
+        if last is None or last not in self._ends:
+            return ids
+        ids = ids if self.close_id is None else ids[1:]
+        return ids[1:] if last == ids[0] else ids  # the template writes it as well
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
@@ -140,9 +140,9 @@ class Joiner:
     @cached_property
     def _tools_matter(self) -> bool:
         """Whether the list of tools changes what is written after an assistant turn; mostly not, and it is long."""
-        appended: list[Message] = [{"role": "tool", "content": "r"}, _USER] if self.writes_tool_calls else [_USER]
+        appended: list[list[Message]] = [[_USER], *([[{"role": "tool", "content": "r"}]] * self.writes_tool_calls)]
         setting = Setting()
-        return self._after_reply(appended, setting, ()) != self._after_reply(appended, setting, (PROBE_TOOL,))
+        return any(self._after_reply(m, setting, ()) != self._after_reply(m, setting, (PROBE_TOOL,)) for m in appended)
 
     def _check_tools(self, messages: Sequence[Message], setting: Setting) -> None:
         if setting.tools and not self.lists_tools:
@@ -216,8 +216,8 @@ class Joiner:
                 message = self._late_system(message)
             elif role == "assistant":
                 message = self._assistant(message)
-            elif family.short_ids and "tool_call_id" in message:
-                message = {**message, "tool_call_id": _short(message["tool_call_id"])}
+            elif role == "tool" and family.short_ids:
+                message = {**message, "tool_call_id": _short(message.get("tool_call_id", "call"))}
             joins = family.alternates or (family.late_system != "keep" and not late)
             if joins and arranged and arranged[-1]["role"] == message["role"] in ("user", "system"):
                 arranged[-1] = {**arranged[-1], "content": f"{arranged[-1]['content']}\n\n{message['content']}"}
@@ -242,7 +242,7 @@ class Joiner:
             return message
         message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
         thinking = message.get(family.reasoning_field)
-        if family.channels and thinking and message["content"]:
+        if family.channels == "harmony" and thinking and message["content"]:
             # Text before a call has no place of its own in this template.
             message = {**message, family.reasoning_field: f"{thinking}\n{message['content']}", "content": ""}
         return message

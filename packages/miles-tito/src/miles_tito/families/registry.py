@@ -12,6 +12,7 @@ from . import (
     gemma_3,
     glm,
     gpt_oss,
+    inkling,
     kimi_k2,
     llama_3_1,
     minimax_m2,
@@ -25,7 +26,7 @@ from . import (
 from .base import Family
 
 _MODULES = (
-    *(deepseek_v3, deepseek_v32, deepseek_v4, gemma_3, glm, gpt_oss, kimi_k2, llama_3_1, minimax_m2),
+    *(deepseek_v3, deepseek_v32, deepseek_v4, gemma_3, glm, gpt_oss, inkling, kimi_k2, llama_3_1, minimax_m2),
     *(mistral, nemotron_3, qwen3, qwen3_5, smollm2, tiny),
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}

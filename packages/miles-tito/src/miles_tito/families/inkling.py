@@ -1,0 +1,51 @@
+"""Inkling: a turn is messages on channels, and the model samples its own header.
+
+The model ships no chat template; this is one.
+"""
+
+from .base import Family
+
+# Variables: `reasoning_effort`, a number (default: 0.9, as its own renderer's).
+TEMPLATE = """
+{%- macro block(role, kind, body, name='') -%}
+    {{- '<|message_' ~ role ~ '|>' ~ name ~ '<|content_' ~ kind ~ '|>' ~ body ~ '<|end_message|>' -}}
+{%- endmacro -%}
+{%- set ns = namespace(leading=true, name='') -%}
+{%- for message in messages -%}
+    {%- if ns.leading and message.role != 'system' -%}
+        {%- set ns.leading = false -%}
+        {%- if tools -%}
+            {{- block('system', 'xml', tools | tojson(separators=(',', ':'), sort_keys=true), 'tool_declare') -}}
+        {%- endif -%}
+        {{- block('system', 'text', 'Thinking effort level: ' ~ (reasoning_effort or 0.9)) -}}
+    {%- endif -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if message.reasoning_content -%}{{- block('model', 'thinking', message.reasoning_content) -}}{%- endif -%}
+        {%- if message.content -%}{{- block('model', 'text', message.content) -}}{%- endif -%}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set arguments = call.function.arguments | tojson(separators=(',', ':'), sort_keys=true) -%}
+            {%- set body = '{"name":' ~ (call.function.name | tojson) ~ ',"args":' ~ arguments ~ '}' -%}
+            {{- block('model', 'invoke_tool_json', body, call.function.name) -}}
+        {%- endfor -%}
+        {{- '<|content_model_end_sampling|>' -}}
+    {%- elif message.role == 'tool' -%}
+        {%- set ns.name = message.name or '' -%}
+        {%- for earlier in messages[:loop.index0] -%}
+            {%- for call in earlier.tool_calls or [] if call.id == message.tool_call_id -%}
+                {%- set ns.name = call.function.name -%}
+            {%- endfor -%}
+        {%- endfor -%}
+        {{- block('tool', 'text', message.content, ns.name) -}}
+    {%- else -%}
+        {{- block(message.role, 'text', message.content) -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+FAMILY = Family(
+    name="inkling",
+    close="<|end_message|>",
+    stops=("<|content_model_end_sampling|>",),
+    channels="inkling",
+    template=TEMPLATE,
+)
