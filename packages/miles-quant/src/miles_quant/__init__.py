@@ -3,21 +3,66 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .errors import QuantError
-    from .export import PackedShard, quantize_shards
-    from .fp8 import Fp8Format, QuantizedTensor
-    from .recipe import Recipe
+from .errors import CheckpointError, QuantError
+from .recipe.hf import modelopt_config, quantization_config, recipe_of_config
+from .recipe.recipe import Recipe
 
-__all__ = ["Fp8Format", "PackedShard", "QuantError", "QuantizedTensor", "Recipe", "quantize_shards"]
+if TYPE_CHECKING:
+    from .checkpoints.compare import ComparedTensor, compare
+    from .checkpoints.convert import convert
+    from .checkpoints.dequantize import dequantize
+    from .checkpoints.job import FolderReport
+    from .export.digest import Digest, differing, with_digests
+    from .export.shards import PackedShard, quantize_shards
+    from .formats.registry import get_format
+    from .formats.spec import Format, QuantizedTensor
+    from .formats.swizzle import swizzle_scales, unswizzle_scales
+    from .verify import GoldenRow, verify_golden
+
+__all__ = [
+    "CheckpointError",
+    "ComparedTensor",
+    "Digest",
+    "FolderReport",
+    "Format",
+    "GoldenRow",
+    "PackedShard",
+    "QuantError",
+    "QuantizedTensor",
+    "Recipe",
+    "compare",
+    "convert",
+    "dequantize",
+    "differing",
+    "get_format",
+    "modelopt_config",
+    "quantization_config",
+    "quantize_shards",
+    "recipe_of_config",
+    "swizzle_scales",
+    "unswizzle_scales",
+    "verify_golden",
+    "with_digests",
+]
 
 _MODULES = {
-    "Fp8Format": "fp8",
-    "PackedShard": "export",
-    "QuantError": "errors",
-    "QuantizedTensor": "fp8",
-    "Recipe": "recipe",
-    "quantize_shards": "export",
+    "ComparedTensor": "checkpoints.compare",
+    "Digest": "export.digest",
+    "FolderReport": "checkpoints.job",
+    "Format": "formats.spec",
+    "GoldenRow": "verify",
+    "PackedShard": "export.shards",
+    "QuantizedTensor": "formats.spec",
+    "compare": "checkpoints.compare",
+    "convert": "checkpoints.convert",
+    "dequantize": "checkpoints.dequantize",
+    "differing": "export.digest",
+    "get_format": "formats.registry",
+    "quantize_shards": "export.shards",
+    "swizzle_scales": "formats.swizzle",
+    "unswizzle_scales": "formats.swizzle",
+    "verify_golden": "verify",
+    "with_digests": "export.digest",
 }
 
 

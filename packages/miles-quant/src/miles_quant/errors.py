@@ -4,4 +4,8 @@ from __future__ import annotations
 
 
 class QuantError(ValueError):
-    """A tensor, block or recipe cannot be quantised as asked."""
+    """A tensor, block, recipe or file cannot be quantised as asked."""
+
+
+class CheckpointError(QuantError):
+    """A model folder is incomplete, damaged or not what its configuration says."""

@@ -1,0 +1,107 @@
+"""Two folders of one model, tensor by tensor: the same codes, the same scales, and how far apart the values are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..formats.spec import QuantizedTensor
+from .folder import ModelFolder
+from .packed import PackedFolder
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTensor:
+    """One tensor of the model, by the name of its weight."""
+
+    name: str
+    codes_equal: bool | None
+    """All bytes of the codes; None unless both folders hold it in one format."""
+    scales_equal: bool | None
+    """All bytes of the scales; None unless both folders hold it in one format."""
+    max_error: float
+    """Largest absolute difference of the values."""
+    mean_error: float
+    """Mean absolute difference of the values."""
+    cosine: float
+    """Of the two tensors as vectors; 1 for two of zeros."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Bytes where both are in one format, values elsewhere."""
+        if self.codes_equal is None or self.scales_equal is None:
+            return self.max_error == 0
+        return self.codes_equal and self.scales_equal
+
+
+def compare(first: str | Path, second: str | Path) -> Iterator[ComparedTensor]:
+    """Every tensor of two folders, plain or quantised, in the order of the first.
+
+    Raises:
+        CheckpointError: a folder is half-written, or one has a tensor that the other lacks.
+    """
+    a, b = _Values(ModelFolder(first)), _Values(ModelFolder(second))
+    only = sorted(a.names.keys() ^ b.names.keys())
+    if only:
+        where = first if only[0] in a.names else second
+        raise CheckpointError(f"{len(only)} tensors are in one folder alone, e.g. {only[0]} in {where}.")
+    for name in a.names:
+        yield _compare(name, a, b)
+
+
+class _Values:
+    """A folder's tensors under the names of a plain checkpoint."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        self._folder = folder
+        self.packed = PackedFolder(folder) if folder.recipe is not None else None
+        matrices = self.packed.names if self.packed else frozenset()
+        stored = {part for name in matrices for part in self.packed.parts(name).values()} if self.packed else set()
+        self.names = dict.fromkeys(name for name in folder.home if name not in stored) | dict.fromkeys(sorted(matrices))
+
+    def codes(self, name: str) -> QuantizedTensor | None:
+        return self.packed.read(name) if self.packed and name in self.packed.names else None
+
+    def values(self, name: str) -> torch.Tensor:
+        codes = self.codes(name)
+        if codes is None or self.packed is None:
+            return self._folder.read(name)
+        return self.packed.format.dequantize(codes, dtype=torch.float32)
+
+
+def _compare(name: str, a: _Values, b: _Values) -> ComparedTensor:
+    ours, theirs = a.codes(name), b.codes(name)
+    codes_equal = scales_equal = None
+    if ours and theirs and a.packed and b.packed and a.packed.format.parts == b.packed.format.parts:
+        codes_equal = _same_bytes(ours.codes, theirs.codes)
+        scales_equal = _same_bytes(ours.scale, theirs.scale)
+        if ours.global_scale is not None and theirs.global_scale is not None:
+            scales_equal = scales_equal and _same_bytes(ours.global_scale, theirs.global_scale)
+    x, y = a.values(name), b.values(name)
+    if x.shape != y.shape:
+        raise CheckpointError(f"{name} is {tuple(x.shape)} in one folder and {tuple(y.shape)} in the other.")
+    largest, total, dot, norm_x, norm_y = 0.0, 0.0, 0.0, 0.0, 0.0
+    for part_x, part_y in zip(x.reshape(-1).split(_CHUNK), y.reshape(-1).split(_CHUNK), strict=True):
+        u, v = part_x.double(), part_y.double()
+        distance = (u - v).abs()
+        largest, total = max(largest, float(distance.max())), total + float(distance.sum())
+        dot, norm_x, norm_y = dot + float(u @ v), norm_x + float(u @ u), norm_y + float(v @ v)
+    lengths = (norm_x * norm_y) ** 0.5
+    return ComparedTensor(
+        name=name,
+        codes_equal=codes_equal,
+        scales_equal=scales_equal,
+        max_error=largest,
+        mean_error=total / max(x.numel(), 1),
+        cosine=dot / lengths if lengths else float(norm_x == norm_y),
+    )
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

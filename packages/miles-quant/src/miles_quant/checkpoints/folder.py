@@ -1,0 +1,100 @@
+"""A Hugging Face model folder: its configuration and its tensors, wherever among its files they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..recipe.hf import MODELOPT_FILE, RECIPE_FILE, recipe_of_config
+from ..recipe.recipe import Recipe
+from .safetensors import TensorFile, TensorInfo
+
+INDEX_FILE = "model.safetensors.index.json"
+PROGRESS_FILE = "miles_quant.progress.json"
+
+
+class ModelFolder:
+    """A folder for reading, checked when it is opened.
+
+    Raises:
+        CheckpointError: no configuration, a file or tensor of the index is missing, a file is half-written, or a
+            conversion into this folder has not finished.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if (self.path / PROGRESS_FILE).exists():
+            raise CheckpointError(f"A conversion into {path} has not finished; run the same command again first.")
+        self.config: dict[str, Any] = self._json("config.json", "it is not a model folder, or it is half-written")
+        self.files = {file.path.name: file for file in self._open_files()}
+        self.home: dict[str, TensorFile] = {}
+        for file in self.files.values():
+            for name in file.infos:
+                if name in self.home:
+                    raise CheckpointError(f"{name} is in {self.home[name].path.name} and in {file.path.name}.")
+                self.home[name] = file
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        return {name: file.infos[name] for name, file in self.home.items()}
+
+    @property
+    def num_layers(self) -> int | None:
+        """What the configuration says, of the language model where there are several."""
+        text = self.config.get("text_config") or self.config
+        return text.get("num_hidden_layers")
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How the folder was quantised, by its own record or else by its `quantization_config`; None if it was not."""
+        if (self.path / RECIPE_FILE).exists():
+            return Recipe.from_dict(self._json(RECIPE_FILE, "")["recipe"])
+        config = self.config.get("quantization_config")
+        if config is None and (self.path / MODELOPT_FILE).exists():
+            config = self._json(MODELOPT_FILE, "")
+        return None if config is None else recipe_of_config(config)
+
+    @property
+    def digest(self) -> str:
+        """Changes with any file's size, header or modification time: enough to know an interrupted job's source."""
+        known = hashlib.sha256()
+        for name, file in sorted(self.files.items()):
+            status = file.path.stat()
+            known.update(f"{name} {status.st_size} {status.st_mtime_ns}".encode() + file.header)
+        return known.hexdigest()
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.home[name].read(name)
+
+    def _open_files(self) -> list[TensorFile]:
+        if not (self.path / INDEX_FILE).exists():
+            found = sorted(self.path.glob("*.safetensors"))
+            if len(found) != 1:
+                raise CheckpointError(
+                    f"{self.path} has {len(found)} .safetensors files and no {INDEX_FILE}; "
+                    "it needs one file, or an index."
+                )
+            return [TensorFile(found[0])]
+        weight_map: dict[str, str] = self._json(INDEX_FILE, "")["weight_map"]
+        files = [TensorFile(self.path / name) for name in sorted(set(weight_map.values()))]
+        held = {file.path.name: file.infos for file in files}
+        for name, file in weight_map.items():
+            if name not in held[file]:
+                raise CheckpointError(f"{INDEX_FILE} puts {name} into {file}, which does not hold it.")
+        unlisted = sorted({name for infos in held.values() for name in infos} - set(weight_map))
+        if unlisted:
+            raise CheckpointError(f"{len(unlisted)} tensors are in no entry of {INDEX_FILE}, e.g. {unlisted[0]}.")
+        return files
+
+    def _json(self, name: str, otherwise: str) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path} has no {name}: {otherwise}.") from error
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error

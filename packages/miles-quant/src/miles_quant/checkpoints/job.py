@@ -1,0 +1,185 @@
+"""Folder to folder, tensor by tensor, resumable: what conversion and its way back have in common.
+
+    source file ─ read one tensor ─ transform ─ append to target file.partial ─┐   one thread a file,
+                        ▲                                                      │   `workers` at a time
+                        └──────────────────────────────────────────────────────┘
+    all files whole ─> index ─> other files ─> config.json ─> progress file removed
+
+A folder is complete when its progress file is gone; until then no reader of this package accepts it, and it has no
+config.json for an engine to find.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..recipe.hf import MODELOPT_FILE, RECIPE_FILE
+from .folder import INDEX_FILE, PROGRESS_FILE, ModelFolder
+from .progress import Progress
+from .safetensors import TensorInfo, TensorWriter
+
+_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".partial"}
+_REPLACED = {"config.json", INDEX_FILE, RECIPE_FILE, MODELOPT_FILE, PROGRESS_FILE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderReport:
+    """What a job wrote."""
+
+    path: Path
+    num_tensors: int
+    num_changed: int
+    """Matrices that were quantised or dequantised."""
+    source_bytes: int
+    target_bytes: int
+    resumed_bytes: int
+    """Of `target_bytes`, what an earlier run had written."""
+
+
+_Plan = dict[str, dict[str, TensorInfo]]
+"""Of one file: tensors of the source in order, and what each becomes."""
+
+
+class FolderJob(ABC):
+    """One transformation of every tensor of a folder; subclasses say what a tensor becomes."""
+
+    def __init__(self, source: ModelFolder, *, title: str, changed: frozenset[str]) -> None:
+        self.source = source
+        self.changed = changed
+        self._title = title
+
+    @abstractmethod
+    def targets(self, name: str) -> dict[str, TensorInfo]:
+        """What the tensor `name` of the source becomes, without reading it; empty if others bring it along."""
+
+    @abstractmethod
+    def transform(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of `targets(name)`."""
+
+    @abstractmethod
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """JSON files of the target by name, config.json last."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What an interrupted run must have been about to be taken up."""
+
+    def run(self, target: str | Path, *, workers: int = 1, is_quiet: bool = False) -> FolderReport:
+        """Write the folder `target`, or the rest of it.
+
+        Raises:
+            CheckpointError: `target` exists and is not this job's unfinished work.
+        """
+        if workers < 1:
+            raise CheckpointError(f"`workers` is {workers}; at least one is needed.")
+        target = Path(target)
+        plans = {file: self._plan(file) for file in self.source.files}
+        self._claim(target)
+        total = sum(info.num_bytes for plan in plans.values() for info in _flat(plan).values())
+        done = sum(_num_written(target / file, plan) for file, plan in plans.items())
+        progress = Progress(self._title, total=total, done=done, is_quiet=is_quiet)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // workers))
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                jobs = [pool.submit(self._write_file, target / file, plan, progress) for file, plan in plans.items()]
+                for job in jobs:
+                    job.result()
+        finally:
+            torch.set_num_threads(threads)
+        self._finish(target, plans, total)
+        return FolderReport(
+            path=target,
+            num_tensors=len(self.source.home),
+            num_changed=len(self.changed),
+            source_bytes=sum(info.num_bytes for info in self.source.infos.values()),
+            target_bytes=total,
+            resumed_bytes=done,
+        )
+
+    def _plan(self, file: str) -> _Plan:
+        return {name: self.targets(name) for name in self.source.files[file].infos}
+
+    def _claim(self, target: Path) -> None:
+        mine = {"source": str(self.source.path.resolve()), "digest": self.source.digest, **self.identity()}
+        progress = target / PROGRESS_FILE
+        if progress.exists():
+            theirs = json.loads(progress.read_text())
+            if theirs != mine:
+                differs = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+                raise CheckpointError(
+                    f"{target} holds the unfinished work of another job (other {', '.join(differs)}); remove it or "
+                    "choose another folder."
+                )
+        elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"{target} exists and is not an empty folder; remove it or choose another.")
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            _write_json(progress, mine)
+
+    def _write_file(self, path: Path, plan: _Plan, progress: Progress) -> None:
+        infos = _flat(plan)
+        if path.exists() or not infos:
+            return
+        with TensorWriter(path, infos, self.source.files[path.name].metadata) as writer:
+            skip = writer.done
+            for name, targets in plan.items():
+                remaining = list(targets)[skip:]
+                skip = max(0, skip - len(targets))
+                if not remaining:
+                    continue
+                tensors = self.transform(name)
+                for part in remaining:
+                    writer.write(part, tensors[part])
+                progress.add(sum(targets[part].num_bytes for part in remaining))
+
+    def _finish(self, target: Path, plans: dict[str, _Plan], total: int) -> None:
+        if (self.source.path / INDEX_FILE).exists():
+            weight_map = {name: file for file, plan in plans.items() for name in _flat(plan)}
+            _write_json(
+                target / INDEX_FILE,
+                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+            )
+        for file in self.source.path.iterdir():
+            if file.is_file() and file.suffix not in _NOT_COPIED and file.name not in _REPLACED:
+                shutil.copy2(file, target / file.name)
+        for name, document in self.documents().items():
+            _write_json(target / name, document)
+        (target / PROGRESS_FILE).unlink()
+
+
+def _flat(plan: _Plan) -> dict[str, TensorInfo]:
+    return {name: info for targets in plan.values() for name, info in targets.items()}
+
+
+def _num_written(path: Path, plan: _Plan) -> int:
+    """Bytes of tensors that an earlier run left, whole file or part of one (as its writer will take it up)."""
+    total = sum(info.num_bytes for info in _flat(plan).values())
+    if path.exists():
+        return total
+    partial = path.with_name(path.name + ".partial")
+    if not partial.exists():
+        return 0
+    with partial.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    written, end = max(0, partial.stat().st_size - header), 0
+    for info in _flat(plan).values():
+        if end + info.num_bytes > written:
+            break
+        end += info.num_bytes
+    return end
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)

@@ -1,0 +1,54 @@
+"""The quantised matrices of a folder: which there are, and their codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import CheckpointError
+from ..formats.spec import Format, QuantizedTensor, stored_name
+from .folder import ModelFolder
+from .safetensors import TensorInfo
+
+
+class PackedFolder:
+    """A quantised folder's matrices by the name that their weight had (`x.weight`).
+
+    Raises:
+        CheckpointError: the folder is not quantised, or a matrix lacks some of its tensors.
+    """
+
+    def __init__(self, folder: ModelFolder) -> None:
+        recipe = folder.recipe
+        if recipe is None:
+            raise CheckpointError(f"{folder.path} is not quantised: its config.json has no quantization_config.")
+        self.folder, self.recipe, self.format = folder, recipe, recipe.spec
+        self.names = find_packed(self.format, folder.infos)
+
+    def parts(self, name: str) -> dict[str, str]:
+        """Names of the stored tensors of a matrix, by suffix."""
+        return {part.suffix: stored_name(name, part.suffix) for part in self.format.parts}
+
+    def read(self, name: str) -> QuantizedTensor:
+        """Codes and scales of one matrix."""
+        tensors = {suffix: self.folder.read(stored) for suffix, stored in self.parts(name).items()}
+        return self.format.restore(tensors)
+
+
+def find_packed(format: Format, infos: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Names (`x.weight`) of all matrices whose tensors are there in the types of `format`."""
+    codes, scale = format.parts[0], format.parts[1]
+    found: set[str] = set()
+    for stored, info in infos.items():
+        if not stored.endswith(f".{scale.suffix}"):
+            continue
+        name = stored.removesuffix(scale.suffix) + "weight"
+        missing = [part.suffix for part in format.parts if stored_name(name, part.suffix) not in infos]
+        if missing:
+            raise CheckpointError(f"{name} has {stored} but lacks {', '.join(missing)} of {format.name}.")
+        if infos[stored_name(name, codes.suffix)].dtype != codes.dtype or info.dtype != scale.dtype:
+            raise CheckpointError(
+                f"{stored} is {info.dtype} beside codes of {infos[stored_name(name, codes.suffix)].dtype}; "
+                f"{format.name} stores {scale.dtype} and {codes.dtype}."
+            )
+        found.add(name)
+    return frozenset(found)

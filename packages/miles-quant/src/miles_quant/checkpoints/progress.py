@@ -1,0 +1,40 @@
+"""A progress line on stderr: drawn over itself on a terminal, one line every tenth elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+
+class Progress:
+    """Counts bytes from any thread.
+
+    Args:
+        total: bytes of the whole job.
+        done: bytes that an earlier run has already written.
+    """
+
+    def __init__(self, title: str, *, total: int, done: int = 0, is_quiet: bool = False) -> None:
+        self._title, self._total, self._done, self._first = title, max(total, 1), done, done
+        self._start, self._drawn = time.monotonic(), 0.0
+        self._lock = threading.Lock()
+        self._is_quiet, self._is_terminal = is_quiet, sys.stderr.isatty()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            before, self._done = self._done, self._done + num_bytes
+            if self._is_quiet:
+                return
+            now, ended = time.monotonic(), self._done >= self._total
+            if self._is_terminal and (ended or now - self._drawn > 0.1):
+                self._drawn = now
+                print(f"\r{self._line()}", end="\n" if ended else "", file=sys.stderr, flush=True)
+            elif not self._is_terminal and 10 * self._done // self._total > 10 * before // self._total:
+                print(self._line(), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        share = self._done / self._total
+        speed = (self._done - self._first) / max(time.monotonic() - self._start, 1e-9)
+        bar = ("#" * int(30 * share)).ljust(30)
+        return f"{self._title} [{bar}] {share:4.0%}  {self._done / 1e9:.2f} GB  {speed / 1e6:.0f} MB/s  "

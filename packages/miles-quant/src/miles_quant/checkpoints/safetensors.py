@@ -1,0 +1,179 @@
+"""Safetensors files, one tensor at a time: memory never holds more than what is being read or written.
+
+A file is an 8-byte length, a JSON header of that length (name -> dtype, shape, byte offsets) and the bytes in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from ..errors import CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What a header says of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A safetensors file for reading, checked as a whole when it is opened.
+
+    Raises:
+        CheckpointError: the file is shorter or longer than its header says, or not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.infos: dict[str, TensorInfo] = {}
+        self._offsets: dict[str, int] = {}
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                    raise CheckpointError(f"{path} has {size} bytes, too few for its header; it is half-written.")
+                self.header = file.read(length)
+            entries = json.loads(self.header)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} is not a safetensors file: its header is not JSON.") from error
+        self.metadata: dict[str, str] = entries.pop("__metadata__", {})
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            start, stop = entry["data_offsets"]
+            if entry["dtype"] not in _DTYPES:
+                raise CheckpointError(f"{name} in {path} has dtype {entry['dtype']}, which is not covered.")
+            info = TensorInfo(dtype=_DTYPES[entry["dtype"]], shape=tuple(entry["shape"]))
+            if start != end or stop - start != info.num_bytes:
+                raise CheckpointError(
+                    f"{name} in {path} lies at {start}:{stop}; expected {end}:{end + info.num_bytes}."
+                )
+            self.infos[name], self._offsets[name], end = info, 8 + length + start, stop
+        if 8 + length + end != size:
+            raise CheckpointError(
+                f"{path} has {size} bytes and its header describes {8 + length + end}; it is half-written or damaged."
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, in memory of its own."""
+        info = self.infos[name]
+        flat = torch.empty(info.num_bytes, dtype=torch.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._offsets[name])
+            view, got = memoryview(flat.numpy()), 0
+            while got < info.num_bytes:
+                count = file.readinto(view[got:])
+                if not count:
+                    raise CheckpointError(f"{self.path} ended {info.num_bytes - got} bytes before {name} did.")
+                got += count
+        return flat.view(info.dtype).reshape(info.shape)
+
+
+class TensorWriter:
+    """A safetensors file written tensor by tensor into `path.partial`, which becomes `path` when it is complete.
+
+    A `.partial` file with the same header is taken up where it stopped: `done` tells how many tensors it holds.
+
+    Args:
+        infos: every tensor of the file, in the order in which they will be written.
+    """
+
+    def __init__(self, path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._names = list(infos)
+        self._infos = dict(infos)
+        header = _header(infos, metadata)
+        self._ends = [len(header)]
+        for info in infos.values():
+            self._ends.append(self._ends[-1] + info.num_bytes)
+        self.done = self._take_up(header)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Append the next tensor."""
+        info = self._infos[name]
+        assert name == self._names[self.done], f"{name} written where {self._names[self.done]} was announced"
+        assert (tensor.dtype, tuple(tensor.shape)) == (info.dtype, info.shape), f"{name} is not as announced"
+        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self.done += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            assert self.done == len(self._names), f"{self.done} of {len(self._names)} tensors of {self.path} written"
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._file.close()
+        if kind is None:
+            self._partial.replace(self.path)
+
+    def _take_up(self, header: bytes) -> int:
+        """Open the partial file behind its last whole tensor, or a new one behind its header."""
+        try:
+            self._file = self._partial.open("r+b")
+        except FileNotFoundError:
+            self._file = self._partial.open("w+b")
+        if self._file.read(len(header)) != header:
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(header)
+            return 0
+        size = os.fstat(self._file.fileno()).st_size
+        done = max(i for i, end in enumerate(self._ends) if end <= size)
+        self._file.seek(self._ends[done])
+        self._file.truncate()
+        return done
+
+
+def _header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    start = 0
+    for name, info in infos.items():
+        stop = start + info.num_bytes
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": _ints(info.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _ints(shape: Sequence[int]) -> list[int]:
+    return [int(n) for n in shape]

@@ -1,0 +1,1 @@
+"""Weights on their way to an engine: packed shards, and digests that the receiving side checks."""

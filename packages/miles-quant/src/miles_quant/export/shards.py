@@ -1,0 +1,150 @@
+"""Shards on their way to the engine: what the recipe quantises becomes codes and scales, the rest passes through.
+
+A shard is matched structurally: anything with `name`, `global_shape`, `dtype`, `box` and `tensor`. Because a box holds
+whole blocks, and a maximum that enters the whole tensor is agreed on first, every rank quantises alone and the result
+equals quantising the whole tensor, byte for byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..errors import QuantError
+from ..formats.spec import Format, StoredPart, check_finite, stored_name
+from ..recipe.recipe import Recipe, siblings
+
+Box = tuple[tuple[int, int], ...]
+ReduceMax = Callable[[dict[str, float]], Mapping[str, float]]
+"""Maxima over all ranks, key by key; a rank may lack keys that others have. Collective: every rank calls it once."""
+
+
+class ShardLike(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+class PackedShard(NamedTuple):
+    """One rank's block of a stored tensor."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    tensor: torch.Tensor
+
+
+def quantize_shards(
+    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, *, reduce_max: ReduceMax | None = None
+) -> Iterator[PackedShard]:
+    """Packed shards in the order given; a quantised `x.weight` becomes all that the format stores for it.
+
+    Args:
+        shards: what this rank holds, e.g. `trainer.shards`. Called twice for a format with a scale of the whole tensor,
+            whose maxima are needed before the first code.
+        reduce_max: maxima over the ranks, for such a format; unset where one rank holds every tensor whole.
+
+    Raises:
+        QuantError: a box cuts a block (the nearest aligned box is named), a weight holds NaN or Inf, or a tensor is
+            cut and there is no `reduce_max`.
+    """
+    format = recipe.spec
+    amaxes = _amaxes(shards(), recipe, reduce_max) if format.name.has_tensor_scale else {}
+    for shard in shards():
+        if recipe.quantizes(shard.name, shard.global_shape):
+            yield from _quantize(shard, recipe, format, amaxes)
+        else:
+            yield PackedShard(shard.name, tuple(shard.global_shape), shard.dtype, shard.box, shard.tensor)
+
+
+def _amaxes(shards: Iterable[ShardLike], recipe: Recipe, reduce_max: ReduceMax | None) -> Mapping[str, float]:
+    """The largest absolute value of each quantised matrix with its fused siblings, over all ranks."""
+    local: dict[str, float] = {}
+    for shard in shards:
+        if not recipe.quantizes(shard.name, shard.global_shape) or 0 in shard.tensor.shape:
+            continue
+        if reduce_max is None and math.prod(shard.global_shape) != shard.tensor.numel():
+            raise QuantError(
+                f"This rank holds {shard.box} of {shard.name} {tuple(shard.global_shape)}; {recipe.format} has a scale "
+                "of the whole tensor, so pass `reduce_max`."
+            )
+        check_finite(shard.name, shard.tensor)
+        key = _key(shard.name)
+        local[key] = max(local.get(key, 0.0), float(recipe.spec.amax(_source(shard, recipe))))
+    if reduce_max is None:
+        return local
+    agreed = reduce_max(dict(local))
+    wrong = [key for key, value in local.items() if agreed.get(key, -1.0) < value]
+    if wrong:
+        raise QuantError(
+            f"`reduce_max` returned {agreed.get(wrong[0])} for {wrong[0]}, where this rank alone has {local[wrong[0]]}."
+        )
+    return agreed
+
+
+def _quantize(shard: ShardLike, recipe: Recipe, format: Format, amaxes: Mapping[str, float]) -> Iterator[PackedShard]:
+    _check_aligned(shard, format)
+    if 0 in shard.tensor.shape:
+        return  # this rank holds nothing of the tensor
+    check_finite(shard.name, shard.tensor)
+    amax = torch.tensor(amaxes[_key(shard.name)], device=shard.tensor.device) if format.name.has_tensor_scale else None
+    quantized = format.quantize(_source(shard, recipe), amax=amax)
+    rows, columns = shard.global_shape
+    stored = format.store(replace(quantized, shape=(rows, columns)))  # INT4 stores the shape: the whole tensor's
+    for part in format.parts:
+        box = _stored_box(part, shard)
+        if box is not None:
+            yield PackedShard(
+                stored_name(shard.name, part.suffix),
+                part.shape_of(tuple(shard.global_shape)),
+                str(part.dtype).removeprefix("torch."),
+                box,
+                stored[part.suffix],
+            )
+
+
+def _stored_box(part: StoredPart, shard: ShardLike) -> Box | None:
+    """Where this shard's piece of a part lies; None for what the rank with the first element sends."""
+    if part.tile is None:
+        return tuple((0, n) for n in part.whole_shape) if not any(start for start, _ in shard.box) else None
+    tiles = (tile or size for tile, size in zip(part.tile, shard.global_shape, strict=True))
+    return tuple((start // tile, -(-stop // tile)) for (start, stop), tile in zip(shard.box, tiles, strict=True))
+
+
+def _check_aligned(shard: ShardLike, format: Format) -> None:
+    if 0 in shard.tensor.shape:
+        return
+    units = [1, 1]
+    for part in format.parts:
+        for dim, tile in enumerate(part.tile or (1, 1)):
+            units[dim] = math.lcm(units[dim], tile or shard.global_shape[dim])
+    aligned = tuple(
+        (start // unit * unit, min(-(-stop // unit) * unit, size))
+        for (start, stop), unit, size in zip(shard.box, units, shard.global_shape, strict=True)
+    )
+    if aligned != tuple(map(tuple, shard.box)):
+        raise QuantError(
+            f"Box {shard.box} of {shard.name} {tuple(shard.global_shape)} cuts a block of {tuple(units)} of "
+            f"{format.name}; its scale would need values of another rank. The nearest aligned box is {aligned}."
+        )
+
+
+def _source(shard: ShardLike, recipe: Recipe) -> torch.Tensor:
+    return shard.tensor.to(getattr(torch, recipe.source_dtype))
+
+
+def _key(name: str) -> str:
+    """One name for a matrix and all that engines fuse with it."""
+    return min(siblings(name))

@@ -1,0 +1,199 @@
+"""What every format answers for; each lives in a file of its own beside this one.
+
+A format is a pure function from a matrix to the bytes that are stored. Everything else in the package is that function
+applied somewhere: converter and exporter write its bytes, fake quantisation reads them back, checks compare them.
+
+    weight [N, K] ──quantize──> QuantizedTensor ──dequantize──> the value that engine and trainer compute with
+                                   │      ▲
+                                 store  restore
+                                   ▼      │
+                          tensors of the checkpoint, by the names that engines expect
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import QuantError
+from ..native import kernels
+from .names import FormatName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedTensor:
+    """Codes and scales of one matrix [N, K]."""
+
+    codes: torch.Tensor
+    """FP8: [N, K] float8_e4m3fn. FP4: [N, ceil(K / 2)] uint8, low nibble first. INT4: [N, ceil(K / 8)] int32."""
+    scale: torch.Tensor
+    """[ceil(N / block rows), ceil(K / block columns)]: float32, E8M0 as uint8, E4M3 or bfloat16."""
+    global_scale: torch.Tensor | None = None
+    """NVFP4 only: [1] float32, or [N] where every row has its own."""
+    shape: tuple[int, int]
+    """(N, K): padding in the codes is not part of the matrix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPart:
+    """One tensor that a quantised `x.weight` becomes in a checkpoint."""
+
+    suffix: str
+    """`weight_scale_inv` makes `x.weight_scale_inv`."""
+    dtype: torch.dtype
+    tile: tuple[int, int] | None
+    """Rows and columns of the matrix behind one element; 0 is a whole dimension. None: one for the whole matrix."""
+    whole_shape: tuple[int, ...] = ()
+    """Its shape where `tile` is None."""
+
+    def shape_of(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape for a matrix of shape `matrix`."""
+        if self.tile is None:
+            return self.whole_shape
+        return tuple(-(-n // (t or n)) for n, t in zip(matrix, self.tile, strict=True))
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A number format and its scale rule, bit for bit.
+
+    `quantize` is defined for every input: NaN and Inf go through the arithmetic as written in each file. Weights that
+    hold them are refused where they enter a checkpoint or an engine (`check_finite`).
+    """
+
+    name: FormatName
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[StoredPart, ...]:
+        """What is stored, codes first."""
+
+    @property
+    @abstractmethod
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share one scale; 0 is the whole dimension."""
+
+    @property
+    def activation(self) -> Format | None:
+        """The format that engines quantise the other operand to, one token at a time; None leaves it as it is."""
+        return None
+
+    def quantize(self, weight: torch.Tensor, *, amax: torch.Tensor | None = None) -> QuantizedTensor:
+        """Codes and scales of a floating matrix; edge blocks are padded with zeros.
+
+        Args:
+            weight: [N, K]; arithmetic is float32 unless the rule says otherwise.
+            amax: the largest absolute value of all that shares the tensor's scale (other shards, or the sibling of a
+                fused pair), for formats with `name.has_tensor_scale`.
+
+        Raises:
+            QuantError: not a floating matrix, or `amax` is below a value of `weight`.
+        """
+        check_matrix(weight)
+        weight = weight.detach()
+        if not self.name.has_tensor_scale:
+            if amax is not None:
+                raise QuantError(f"{self.name} has no scale of the whole tensor, so `amax` has no place in it.")
+            return kernels.quantize(self, weight, None) or self._quantize(weight, None)
+        local = self.amax(weight)
+        if amax is None:
+            amax = local
+        else:
+            amax = amax.detach().to(local).reshape(())
+            if bool(local > amax):
+                raise QuantError(
+                    f"`amax` {float(amax):.9g} is below the largest absolute value of the matrix, {float(local):.9g}; "
+                    "it must cover every shard and sibling."
+                )
+        return kernels.quantize(self, weight, amax) or self._quantize(weight, amax)
+
+    def dequantize(self, quantized: QuantizedTensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[N, K], the value that an engine computes with: float32 arithmetic, rounded once to `dtype`."""
+        self._check_shapes(quantized)
+        found = kernels.dequantize(self, quantized, dtype)
+        return self._dequantize(quantized).to(dtype) if found is None else found
+
+    def fake_quantize(self, weight: torch.Tensor, *, amax: torch.Tensor | None = None) -> torch.Tensor:
+        """`dequantize(quantize(weight))` in the type of `weight`: what the trainer sees of the engine's weights."""
+        return self.dequantize(self.quantize(weight, amax=amax), dtype=weight.dtype)
+
+    def amax(self, weight: torch.Tensor) -> torch.Tensor:
+        """The largest absolute value, float32 scalar; NaN if any value is."""
+        return weight.detach().abs().amax().float()
+
+    def store(self, quantized: QuantizedTensor) -> dict[str, torch.Tensor]:
+        """Stored tensors by suffix, in the order of `parts`."""
+        values = self._store(quantized)
+        return {part.suffix: value.contiguous() for part, value in zip(self.parts, values, strict=True)}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
+        """The inverse of `store`.
+
+        Raises:
+            QuantError: a tensor is missing, or has another type or shape than this format stores.
+        """
+        missing = [part.suffix for part in self.parts if part.suffix not in tensors]
+        if missing:
+            raise QuantError(f"{self.name} stores {[p.suffix for p in self.parts]}; {missing} are not there.")
+        for part in self.parts:
+            if tensors[part.suffix].dtype != part.dtype:
+                raise QuantError(
+                    f"`{part.suffix}` is {tensors[part.suffix].dtype}; {self.name} stores it as {part.dtype}."
+                )
+        quantized = self._restore(tensors)
+        self._check_shapes(quantized)
+        return quantized
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Shape of the scales of a matrix of `shape`."""
+        rows, columns = (b or n for b, n in zip(self.block, shape, strict=True))
+        return -(-shape[0] // rows), -(-shape[1] // columns)
+
+    @abstractmethod
+    def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor: ...
+
+    @abstractmethod
+    def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:
+        """[N, K] float32."""
+
+    @abstractmethod
+    def _store(self, quantized: QuantizedTensor) -> tuple[torch.Tensor, ...]: ...
+
+    @abstractmethod
+    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor: ...
+
+    def _check_shapes(self, quantized: QuantizedTensor) -> None:
+        expected = self.grid(quantized.shape)
+        if tuple(quantized.scale.shape) != expected:
+            raise QuantError(
+                f"Scale of shape {tuple(quantized.scale.shape)} for a matrix {quantized.shape} in {self.name}; "
+                f"expected {expected}."
+            )
+
+
+def stored_name(weight: str, suffix: str) -> str:
+    """The name of a stored part: `x.weight` and `weight_scale` make `x.weight_scale`."""
+    return weight.removesuffix("weight") + suffix
+
+
+def check_matrix(weight: torch.Tensor) -> None:
+    """Raise QuantError unless `weight` is a floating matrix with at least one element."""
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise QuantError(f"Only floating matrices are quantised, got shape {tuple(weight.shape)} and {weight.dtype}.")
+    if weight.numel() == 0:
+        raise QuantError(f"A matrix of shape {tuple(weight.shape)} has nothing to quantise.")
+
+
+def check_finite(name: str, weight: torch.Tensor) -> None:
+    """Raise QuantError with the first place if a weight holds NaN or Inf."""
+    finite = torch.isfinite(weight)
+    if finite.all():
+        return
+    index = (~finite).nonzero()[0].tolist()
+    raise QuantError(
+        f"{int((~finite).sum())} of {weight.numel()} values of {name} are NaN or Inf, the first at {index}: "
+        f"{weight[tuple(index)].item()}. The weight was broken before quantisation."
+    )

@@ -1,0 +1,1 @@
+"""Which tensors a format applies to, and how Hugging Face folders say so."""
