@@ -56,6 +56,30 @@ class TrainerRank:
         report = self._pusher.push(self._trainer.shards(), version=version)
         return dict(report.metrics)
 
+    def begin_save(self, path: Path) -> None:
+        """Copy what a checkpoint holds to host memory; it is written behind training. Collective.
+
+        Raises:
+            CheckpointError: the one before has not been finished.
+        """
+        self._trainer.begin_save(path)
+
+    def finish_save(self) -> None:
+        """Wait until it is durable on every rank; beside `train`, in a thread of its own.
+
+        Raises:
+            CheckpointError: some rank could not write it.
+        """
+        self._trainer.finish_save()
+
+    def load(self, path: Path) -> None:
+        """Weights, moments, schedule, random states and version of a checkpoint. Collective.
+
+        Raises:
+            CheckpointError: it is absent, incomplete or of another model.
+        """
+        self._trainer.load(path)
+
     def export(self, path: Path) -> None:
         """Write a Hugging Face folder. Collective."""
         self._trainer.export_hf(path)

@@ -1,11 +1,13 @@
 """The configuration of a run: its sections, how files and overrides become one, and how it is shown."""
 
+from miles_core.evaluation.config import DatasetConfig, EvalConfig
+
 from .load import Loaded, load_config
 from .problems import ConfigError, Problem
 from .schema import (
+    CheckpointConfig,
     Config,
     EnvConfig,
-    EvalConfig,
     ModelConfig,
     RayConfig,
     RunConfig,
@@ -17,8 +19,10 @@ from .schema import (
 from .show import reference, to_toml
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "ConfigError",
+    "DatasetConfig",
     "EnvConfig",
     "EvalConfig",
     "Loaded",

@@ -123,6 +123,27 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When the run becomes durable: what it loses when everything dies is what came after the last checkpoint."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    every: int = 10
+    """Steps between checkpoints, written while training goes on; 0 writes them only at the end and on request
+    (`touch RUN/save_now`)."""
+    keep: int = 2
+    """Complete checkpoints to keep, the newest ones; each takes about 12 bytes a parameter in float32."""
+    keep_every: int | None = None
+    """Keep for good the checkpoints whose step is a multiple of this; none keeps no more than `keep`."""
+    at_end: bool = True
+    """Write one behind the last step, so that a finished run can go on with more steps."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "every")
+        _at_least(self, 1, "keep", "keep_every")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
     """Supervised fine-tuning: a warm-up before reinforcement learning, or the whole job of `miles sft`."""
 
@@ -213,6 +234,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: PushConfig = field(default_factory=PushConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     ray: RayConfig = field(default_factory=RayConfig)
