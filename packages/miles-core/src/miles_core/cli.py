@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -108,12 +109,38 @@ def _config(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace, words: list[str]) -> int:
-    from pathlib import Path
-
     from . import report
 
     print(report.write(Path(options.run)))
     return DONE
+
+
+def _why(options: argparse.Namespace, words: list[str]) -> int:
+    from . import ledger
+
+    print(ledger.why(_ledger_of(options.run), options.id))
+    return DONE
+
+
+def _ledger(options: argparse.Namespace, words: list[str]) -> int:
+    import json
+
+    from . import ledger
+
+    path = _ledger_of(options.run)
+    if options.sql is not None:
+        columns, rows = ledger.query(path, options.sql)
+        print(ledger.to_json(columns, rows) if options.json else ledger.table(columns, rows))
+        return DONE
+    found = ledger.overview(path)
+    print(json.dumps(found, indent=2) if options.json else ledger.to_text(found))
+    return FAILED if found["problems"] else DONE
+
+
+def _ledger_of(run: str) -> Path:
+    from .ledger import LEDGER
+
+    return Path(run) / LEDGER
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -172,5 +199,13 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--explain", action="store_true", help="write each key's meaning over it")
     config.add_argument("--docs", action="store_true", help="print a reference of every key instead")
     report = add("report", _report, "write the report of a run, finished or not", takes_settings=False)
-    report.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    why = add("why", _why, "tell what became of a prompt, a group, an episode or a sample", takes_settings=False)
+    ledger = add(
+        "ledger", _ledger, "show what became of everything a run issued, and whether it adds up", takes_settings=False
+    )
+    for command in (report, why, ledger):
+        command.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    why.add_argument("id", metavar="ID", help="of a prompt, group, episode or sample; its beginning is enough")
+    ledger.add_argument("--sql", metavar="SELECT", help="a query of yours over the ledger's tables, instead")
+    ledger.add_argument("--json", action="store_true", help="print JSON")
     return parser

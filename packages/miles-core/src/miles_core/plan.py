@@ -116,7 +116,7 @@ def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape
         note=f"{config.train.backend}, {config.train.dtype}, {_threads(config.train.threads)}",
         parts=trainer_memory(config.train, shape) if shape else {},
     )
-    driver = Process(name="driver, Ray", count=1, device="cpu", note="loop, monitors, spool index", parts={})
+    driver = Process(name="driver, Ray", count=1, device="cpu", note="loop, monitors, ledger", parts={})
     if kind == "sft":
         return [trainer, driver]
     engines = [_engine(name, engine, config.train, shape) for name, engine in config.engines.items()]

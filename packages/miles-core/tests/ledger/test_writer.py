@@ -102,7 +102,7 @@ def test_what_ran_is_issued_again_above_every_attempt_that_was_made(ledger: Ledg
     again = reopen(ledger)
     again.start(0, limits=Limits(retries=3))
     first, second = again.open_groups()
-    assert (first.id, first.attempt, first.issued_version) == ("g0", 2, 0), "after 0, and 1 that its worker may have added"
+    assert (first.id, first.attempt, first.issued_version) == ("g0", 2, 0), "0, and 1 that its worker may have made"
     assert (second.id, second.attempt, second.is_admitted) == ("g1", 0, True)
     again = reopen(again)
     again.start(0)

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 from miles_core.report.strips import HEAD, TAIL, pieces, token_strip
-from miles_core.report.text import visible
+from miles_core.text import visible
 from miles_tito.records import Trajectory, VersionSpan
 from tokenizers import Tokenizer, decoders, models
 

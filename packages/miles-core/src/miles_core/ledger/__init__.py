@@ -2,9 +2,11 @@
 
 from .adopt import adopt_spooled
 from .errors import LedgerError
+from .overview import overview, query, table, to_json, to_text
 from .queries import trained_over_the_run
 from .records import Limits, OpenGroup, PendingRetry
 from .schema import reading
+from .story import why
 from .versions import effective_version, effective_versions
 from .writer import LEDGER, Ledger
 
@@ -18,6 +20,12 @@ __all__ = [
     "adopt_spooled",
     "effective_version",
     "effective_versions",
+    "overview",
+    "query",
     "reading",
+    "table",
+    "to_json",
+    "to_text",
     "trained_over_the_run",
+    "why",
 ]

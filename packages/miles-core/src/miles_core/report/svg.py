@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Sequence
 
+from miles_core.text import visible
+
 from .chart import SIZE, Chart, Scale, Series, format_number, step_scale, value_scale
-from .text import safe, visible
+from .text import safe
 
 
 def draw(chart: Chart) -> str:

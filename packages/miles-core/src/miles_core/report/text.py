@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
 from html import escape
 
-_HIDDEN = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
-"""Unicode categories that show nothing, or change how their neighbours are shown."""
+from miles_core.text import visible
 
 
 def safe(text: str) -> str:
     """`text` for the page, inside an element or a quoted attribute: no markup, nothing hidden or reordered."""
     return escape(visible(text))
-
-
-def visible(text: str) -> str:
-    """`text` with line ends, control, format and direction characters made visible."""
-    return "".join(map(_visible, text))
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "⏎\n"
-    return f"\\u{ord(character):04x}" if unicodedata.category(character) in _HIDDEN else character
