@@ -2,7 +2,7 @@
 
 <dir>/<name>/
   config.json  environment.json  metrics.jsonl  trace.json  report.html  ledger.db
-  trajectories/   checkpoints/   log/   sft/
+  trajectories/   checkpoints/   eval/   log/   sft/
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class RunDir:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.db"
+
+    @property
+    def evaluations(self) -> Path:
+        """Conversations of the newest evaluations, and snapshots that are being evaluated."""
+        return self.path / "eval"
 
     @property
     def checkpoints(self) -> Path:

@@ -174,6 +174,14 @@ def test_a_bare_name_is_the_recipe_and_a_suffix_makes_it_a_file(write):
         (["--train.minibatches", "200"], "is 200 but a batch has 128 episodes (16 groups of 8)"),
         (["--train.ranks", "200"], "train.ranks is 200 but a batch has only 128 episodes"),
         (["--engines.e.role", "teacher"], 'no table with role = "rollout"'),
+        (["--eval.mode", "dedicated"], 'eval.mode is "dedicated" but no table [engines.NAME] has role = "eval"'),
+        (["--engines.judge.role", "eval"], 'engines.judge.role is "eval" but eval.mode is "shared"'),
+        (
+            ["--eval.datasets.a.samples-per-prompt", "0"],
+            "eval.datasets.a.samples-per-prompt is 0; it must be at least 1",
+        ),
+        (["--eval.datasets.a.split", "t", "--eval.num-prompts", "4"], "eval.num-prompts is 4 beside 1 tables"),
+        (["--eval.mode", "external"], "eval.mode is 'external' but `external` is not set"),
         (["--engines.e.role", "teacher"], 'engines.e.role is "teacher"; `miles rl` starts engines with role'),
         (["--engines.a.tp", "1", "--engines.b.tp", "1"], "engines.b is a second table"),
         (["--sft.steps", "5"], "sft.data is not set but sft.steps is 5"),
@@ -244,3 +252,17 @@ def test_words_are_laid_over_the_configuration_that_a_run_kept() -> None:
     assert again.warnings == first.warnings, "what a run kept in full was not all given"
     with pytest.raises(ConfigError, match=r"run\.steps.*must be at least 1"):
         load_config(["--run.steps", "0"], kind="rl", stored=stored)
+
+
+def test_datasets_of_the_evaluation_are_tables_with_names_of_the_users_choice(write):
+    words = [*MINIMAL, "--eval.datasets.gsm8k.split", "test", "--eval.datasets.gsm8k.sampling.temperature", "0"]
+    config = load_config(words, kind="rl").config
+    assert config.eval.all_datasets["gsm8k"].split == "test"
+    assert config.eval.all_datasets["gsm8k"].sampling.temperature == 0
+
+
+def test_engines_of_the_evaluation_go_with_its_mode():
+    words = [*MINIMAL, "--eval.mode", "dedicated", "--engines.rollout.count", "1", "--engines.judge.role", "eval"]
+    assert load_config(words, kind="rl").config.engines["judge"].role == "eval"
+    loaded = load_config([*MINIMAL, "--eval.overlap", "skip"], kind="rl")
+    assert any("eval.overlap has no effect" in warning for warning in loaded.warnings)

@@ -55,6 +55,7 @@ def test_the_reference_lists_every_key():
         assert f"| `{key}` |" in text
     assert "| `engines.NAME.tp` | whole number | `1` |" in text
     assert "| `eval.sampling.top_p` |" in text
+    assert "| `eval.datasets.NAME.split` | text |" in text
 
 
 def test_every_key_of_core_has_a_line_of_documentation():

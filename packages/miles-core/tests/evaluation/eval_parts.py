@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from core_records import make_group
-from miles_core.evaluation import Conversations, DatasetConfig, EvalLog, Scorer
+from miles_core.evaluation.config import DatasetConfig
+from miles_core.evaluation.points import EvalLog
+from miles_core.evaluation.scoring import Conversations, Scorer
 from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef, summarize
 

@@ -9,7 +9,9 @@ from typing import Literal
 
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
-from miles_core.evaluation import BackgroundEvaluator, DatasetScore, DedicatedScorer, Snapshots
+from miles_core.evaluation.background import BackgroundEvaluator, Snapshots
+from miles_core.evaluation.dedicated import DedicatedScorer
+from miles_core.evaluation.points import DatasetScore
 from scripted_rollout import now, run_virtual
 
 Overlap = Literal["backpressure", "skip"]
@@ -202,8 +204,7 @@ class Serving:
         self.engines, self.fails, self.stopped = engines, fails, False
         made.append(self)
 
-    async def start(self, model: Path) -> None:
-        assert (model / "config.json").exists()
+    async def start(self) -> None:
         await asyncio.sleep(20)
         if self.fails == "start":
             raise RuntimeError("the engine did not come up\nits log …")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from miles_core.evaluation import DatasetConfig, EvalConfig, EvalConfigError
+from miles_core.evaluation.config import DatasetConfig, EvalConfig, EvalConfigError
 from miles_tito.records import Sampling
 
 

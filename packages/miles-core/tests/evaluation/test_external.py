@@ -8,8 +8,7 @@ import sys
 import time
 
 import pytest
-from miles_core.evaluation import ExternalScorer
-from miles_core.evaluation.external import ExternalEvalError, command, read_metrics
+from miles_core.evaluation.external import ExternalEvalError, ExternalScorer, command, read_metrics
 
 FUNCTIONS = """
 def score(checkpoint, step):

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
-from miles_core.evaluation import DatasetConfig, InFlight, SharedEvaluator
+from miles_core.evaluation.config import DatasetConfig
+from miles_core.evaluation.shared import InFlight, SharedEvaluator
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt, Sampling
 from scripted_rollout import now, run_virtual

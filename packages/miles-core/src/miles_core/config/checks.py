@@ -7,6 +7,8 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Literal
 
+from miles_tito.records import Sampling
+
 from .keys import KeyPath
 from .schema import Config
 
@@ -42,6 +44,8 @@ def warnings(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> I
         return
     if config.train.minibatches > 1 and config.train.loss.clip_high >= 1:
         yield "train.minibatches is above 1 but clipping is so wide that later steps are hardly bounded."
+    if ("eval", "overlap") in given and config.eval.mode == "shared":
+        yield 'eval.overlap has no effect with eval.mode = "shared": training waits for each evaluation.'
     if kind == "rl" and not config.eval.enabled:
         yield "eval is off: nothing will tell learning from overfitting."
     if kind == "rl" and not config.sft.steps and any(path[0] == "sft" and len(path) > 1 for path in given):
@@ -52,11 +56,12 @@ def _lengths(config: Config) -> Iterator[tuple[KeyPath, str]]:
     context = config.model.max_context
     if context is None:
         return
-    samplings = {"rollout": config.rollout.sampling, "eval": config.eval.sampling}
+    samplings: dict[KeyPath, Sampling | None] = {("rollout",): config.rollout.sampling, ("eval",): config.eval.sampling}
+    samplings |= {("eval", "datasets", name): dataset.sampling for name, dataset in config.eval.datasets.items()}
     for section, sampling in samplings.items():
         if sampling is not None and sampling.max_tokens >= context:
             yield (
-                (section, "sampling", "max_tokens"),
+                (*section, "sampling", "max_tokens"),
                 f"is {sampling.max_tokens} but model.max_context is {context}: no token is left for the prompt.",
             )
     if config.train.token_budget < context:
@@ -84,6 +89,7 @@ def _rl(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if config.env.target is None:
         yield ("env", "target"), "is not set. Set it to `module:function` that returns an environment."
     yield from _engines(config)
+    yield from _eval_engines(config)
     if config.train.loss.kind == "sft":
         yield ("train", "loss", "kind"), 'is "sft", which ignores rewards. Use "policy", or `miles sft`.'
     if config.rollout.sampling.temperature == 0:
@@ -113,11 +119,24 @@ def _engines(config: Config) -> Iterator[tuple[KeyPath, str]]:
             "Raise its `count` for more engines.",
         )
     for name, engine in config.engines.items():
-        if engine.role != "rollout":
+        if engine.role not in ("rollout", "eval"):
             yield (
                 ("engines", name, "role"),
-                f'is "{engine.role}"; `miles rl` starts engines with role = "rollout" only.',
+                f'is "{engine.role}"; `miles rl` starts engines with role = "rollout" or "eval".',
             )
+
+
+def _eval_engines(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """Engines of its own for evaluation, if and only if it is to use them."""
+    tables = [name for name, engine in config.engines.items() if engine.role == "eval"]
+    if config.eval.mode == "dedicated" and not tables:
+        yield (
+            ("eval", "mode"),
+            'is "dedicated" but no table [engines.NAME] has role = "eval". Add one, or use mode = "shared".',
+        )
+    for name in tables if config.eval.mode != "dedicated" else tables[1:]:
+        why = "beside another one" if config.eval.mode == "dedicated" else f'but eval.mode is "{config.eval.mode}"'
+        yield ("engines", name, "role"), f'is "eval" {why}: these engines would idle. Remove the table.'
 
 
 def _sft(config: Config) -> Iterator[tuple[KeyPath, str]]:

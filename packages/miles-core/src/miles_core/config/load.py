@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from .checks import Kind, check, warnings
-from .keys import KeyPath, leaves, names_at, type_at, type_name
+from .keys import NAME, KeyPath, leaves, names_at, type_at, type_name
 from .layers import Layers, get, read_layers
 from .problems import ConfigError, Problem, suggestion
 from .schema import Config
@@ -134,7 +134,8 @@ def _did_you_mean(path: KeyPath) -> str:
     known = names_at(Config, parent)
     if near := suggestion(name, known, prefix=prefix):
         return near
-    elsewhere = [str(key) for key in leaves(Config) if key.path[-1] == name]
+    same = sorted((key for key in leaves(Config) if key.path[-1] == name), key=lambda key: NAME in key.path)
+    elsewhere = [str(key) for key in same if NAME not in key.path or NAME in same[0].path]
     if elsewhere:
         return f" Did you mean {' or '.join(elsewhere[:3])}?"
     return f" {prefix.rstrip('.') or 'The top level'} has: {', '.join(known)}." if known else ""

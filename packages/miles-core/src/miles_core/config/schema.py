@@ -14,10 +14,10 @@ from typing import Any
 from miles_rollout.config import RolloutConfig
 from miles_rollout.engines import EngineConfig
 from miles_tito.errors import MilesError
-from miles_tito.records import Sampling
 from miles_train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from miles_weightsync.config import PushConfig
 
+from miles_core.evaluation.config import EvalConfig
 from miles_core.monitor.config import MonitorConfig
 
 
@@ -90,36 +90,6 @@ class EnvConfig:
         if self.args and self.target is None:
             raise SectionError(f"`args` is {dict(self.args)} but there is no `target` to take them.")
         _at_least(self, 1, "num_prompts")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """Scores on problems that are never trained on."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-    every: int = 0
-    """Steps between evaluations; 0 evaluates only at the start and the end."""
-    split: str = "heldout"
-    """The environment's split to draw problems from."""
-    num_prompts: int | None = None
-    """Problems to use of it; none uses all."""
-    samples_per_prompt: int = 1
-    """Episodes of each problem, averaged."""
-    at_start: bool = True
-    """Evaluate the weights that training starts from."""
-    at_end: bool = True
-    """Evaluate the last weights."""
-    sampling: Sampling | None = None
-    """How the policy samples in evaluation; none samples as in training."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 0, "every")
-        _at_least(self, 1, "num_prompts", "samples_per_prompt")
-
-    @property
-    def enabled(self) -> bool:
-        return bool(self.every) or self.at_start or self.at_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

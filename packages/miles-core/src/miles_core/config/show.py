@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .keys import KeyPath, leaves, type_at, type_name
+from .keys import NAME, KeyPath, leaves, type_at, type_name
 from .schema import Config, to_dict
 
 
@@ -88,7 +88,10 @@ def _name(name: str) -> str:
 
 def _generic(path: KeyPath) -> KeyPath:
     """`engines.rollout.tp` as the reference names it, `engines.NAME.tp`."""
-    return ("engines", "NAME", *path[2:]) if path[0] == "engines" else path
+    for table in (("engines",), ("eval", "datasets")):
+        if path[: len(table)] == table and len(path) > len(table):
+            return (*table, NAME, *path[len(table) + 1 :])
+    return path
 
 
 def _default(value: Any) -> str:

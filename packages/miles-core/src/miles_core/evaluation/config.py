@@ -149,7 +149,9 @@ class EvalConfig:
                 )
             return
         if self.external is None:
-            raise EvalConfigError("`external` is not set: name a function or a command that evaluates a checkpoint.")
+            raise EvalConfigError(
+                "`mode` is 'external' but `external` is not set: name a function or a command for it."
+            )
         if not is_import_string(self.external) and "{checkpoint}" not in self.external:
             raise EvalConfigError(
                 f"`external` is {self.external!r}, which is no import string `module:function`; as a command it must "

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class EvalServing(Protocol):
     """Engines with `role = "eval"`, with a router, session servers and workers that training does not use."""
 
-    async def start(self, model: Path) -> None:
-        """Start all of it on the weights in `model`; raises what keeps it from serving."""
+    async def start(self) -> None:
+        """Start all of it, on whatever weights; raises what keeps it from serving."""
         ...
 
     async def load(self, snapshot: Path, version: int) -> None:
@@ -51,7 +51,7 @@ class DedicatedScorer:
         try:
             if self._serving is None:
                 self._serving = self._make()
-                await self._serving.start(snapshot)
+                await self._serving.start()
             await self._serving.load(snapshot, step)
             scores = await self._scorer(step, self._serving.run_group_into)
         except BaseException:  # timeouts too: what did not answer in time may never

@@ -1,0 +1,73 @@
+"""The evaluator that the configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from miles_rollout.dispatch import RunGroup
+from miles_rollout.producer import Gate
+from miles_tito.records import Prompt
+
+from miles_core.monitor import Monitor
+from miles_core.rundir import RunDir
+
+from .background import BackgroundEvaluator, Snapshots, SnapshotScorer
+from .config import EvalConfig
+from .dedicated import DedicatedScorer, EvalServing
+from .evaluator import Evaluator, NoEvaluator
+from .external import ExternalScorer
+from .points import EvalLog
+from .scoring import Conversations, Scorer
+from .shared import InFlight, SharedEvaluator
+
+
+async def build_evaluator(
+    config: EvalConfig,
+    *,
+    run_dir: RunDir,
+    log: EvalLog,
+    monitor: Monitor,
+    gate: Gate,
+    in_flight: InFlight,
+    prompts: Callable[[str, int | None], Awaitable[list[Prompt]]],
+    run_group_into: Callable[[Path | None], RunGroup],
+    export: Callable[[Path], Awaitable[None]],
+    serving: Callable[[], EvalServing],
+) -> Evaluator:
+    """Read the held-out prompts, and put the parts together; nothing is started.
+
+    Args:
+        prompts: reads a split of the environment; what it raises is the user's mistake and ends the run.
+        run_group_into: runs groups on the rollout engines.
+        export: writes the trainer's present weights as a Hugging Face folder.
+        serving: makes engines of their own for the evaluation.
+    """
+    if not config.enabled:
+        return NoEvaluator()
+    scorer: SnapshotScorer
+    if config.mode == "external":
+        assert config.external is not None, "checked with the configuration"
+        scorer = ExternalScorer(config.external, log=lambda step: run_dir.log / f"eval-step-{step:06d}.log")
+    else:
+        heldout = {name: await prompts(d.split, d.num_prompts) for name, d in config.all_datasets.items()}
+        conversations = Conversations(run_dir.evaluations, keep=config.keep)
+        datasets = Scorer(config.all_datasets, prompts=heldout, conversations=conversations)
+        if config.mode == "shared":
+            return SharedEvaluator(
+                datasets,
+                run_group_into=run_group_into,
+                gate=gate,
+                in_flight=in_flight,
+                log=log,
+                timeout_s=config.timeout_s,
+            )
+        scorer = DedicatedScorer(datasets, serving=serving)
+    return BackgroundEvaluator(
+        scorer,
+        snapshots=Snapshots(run_dir.evaluations / "snapshots", export=export),
+        log=log,
+        log_late=monitor.log_late,
+        overlap=config.overlap,
+        timeout_s=config.timeout_s,
+    )
