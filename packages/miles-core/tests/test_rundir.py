@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +48,50 @@ def test_a_place_that_cannot_be_written_is_named_with_the_setting(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match=r"Cannot create the run directory .*file/toy: .*Set `run.dir`"):
         rundir.create(tmp_path / "file", "toy", config={})
+
+
+def test_a_run_is_opened_with_what_it_was_created_with(tmp_path: Path) -> None:
+    made = rundir.create(tmp_path, "toy", config={"seed": 1}, kind="sft", import_paths=["/home/me/task"])
+    assert made.lock is not None
+    made.lock.release()
+    run = rundir.open_run(tmp_path / "toy")
+    assert run.path == made.path
+    assert run.facts() == rundir.Facts(kind="sft", import_paths=("/home/me/task",))
+    rundir.write_config(run, {"seed": 2})
+    assert json.loads((run.path / "config.json").read_text()) == {"seed": 2}
+    assert not list(run.path.glob("*.partial"))
+
+
+def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"is no run: it has no config.json"):
+        rundir.open_run(tmp_path)
+
+
+def test_facts_that_cannot_be_read_are_an_error_with_the_file(tmp_path: Path) -> None:
+    run = rundir.create(tmp_path, "toy", config={})
+    (run.path / "run.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"run\.json cannot be read"):
+        run.facts()
+
+
+def test_two_processes_never_run_in_one_directory(tmp_path: Path) -> None:
+    """The one that holds it is named; when it is killed, the next one takes over at once."""
+    made = rundir.create(tmp_path, "toy", config={})
+    assert made.lock is not None
+    made.lock.release()
+    code = "import sys, pathlib; from miles_core import rundir; run = rundir.open_run(pathlib.Path(sys.argv[1])); "
+    code += "print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(made.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(RunDirError) as caught:
+                rundir.open_run(made.path)
+            assert f"process {other.pid} on {socket.gethostname()}, since 20" in str(caught.value)
+            assert "Stop that one first" in str(caught.value)
+        finally:
+            os.kill(other.pid, signal.SIGKILL)
+    run = rundir.open_run(made.path)
+    assert json.loads((run.path / "run.lock").read_text())["pid"] == os.getpid()

@@ -1,20 +1,25 @@
 """What a run leaves behind, and where.
 
 <dir>/<name>/
-  config.json  environment.json  metrics.jsonl  trace.json  report.html  ledger.db
+  config.json  run.json  environment.json  metrics.jsonl  trace.json  report.html  ledger.db  run.lock
   trajectories/   checkpoints/   eval/   log/   sft/
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
+import socket
 import sys
+import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from miles_tito.errors import MilesError
 
@@ -23,9 +28,52 @@ _PACKAGES = (
     *("torch", "transformers", "sglang", "smg", "ray", "megatron-core", "numpy", "tokenizers"),
 )
 
+CONFIG = "config.json"
+FACTS = "run.json"
+LOCK = "run.lock"
+
+Kind = Literal["rl", "sft"]
+
 
 class RunDirError(MilesError, OSError):
     """The run directory cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a run is beside its configuration."""
+
+    kind: Kind
+    import_paths: tuple[str, ...] = ()
+    """Where the user's modules were looked for when the run was started."""
+
+
+class RunLock:
+    """Keeps every other process from running in the same directory, as long as this object and its process live.
+
+    The kernel lets go of it when the process dies, `kill -9` included, so none is ever stale.
+
+    Raises:
+        RunDirError: another process holds it; the message says which one, where, since when.
+    """
+
+    def __init__(self, run: Path) -> None:
+        descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = _holder(os.pread(descriptor, 4096, 0))
+            self.release()
+            raise RunDirError(
+                f"{run} is in use: {holder} runs it. Stop that one first, or wait for its end."
+            ) from error
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+
+    def release(self) -> None:
+        self._close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +81,20 @@ class RunDir:
     """Paths of one run."""
 
     path: Path
+    lock: RunLock | None = None
+    """Held by the process that runs it; none for one that only looks."""
+
+    def facts(self) -> Facts:
+        """What `create` was told.
+
+        Raises:
+            RunDirError: the file is missing or damaged.
+        """
+        try:
+            known = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
+            return Facts(kind=known["kind"], import_paths=tuple(known["import_paths"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirError(f"{self.path / FACTS} cannot be read: {error}.") from error
 
     @property
     def trajectories(self) -> Path:
@@ -65,7 +127,9 @@ class RunDir:
         return self.path / "sft"
 
 
-def create(base: Path, name: str, *, config: dict[str, Any]) -> RunDir:
+def create(
+    base: Path, name: str, *, config: dict[str, Any], kind: Kind = "rl", import_paths: Sequence[str] = ()
+) -> RunDir:
     """Make a fresh directory for a run: `name`, or `name-2`, `name-3`, … where that one is taken.
 
     Nothing is ever overwritten: a directory belongs to the run that made it.
@@ -81,12 +145,30 @@ def create(base: Path, name: str, *, config: dict[str, Any]) -> RunDir:
             number += 1
         except OSError as error:
             raise RunDirError(f"Cannot create the run directory {path}: {error}. Set `run.dir`.") from error
-    run_dir = RunDir(path=path)
+    run_dir = RunDir(path=path, lock=RunLock(path))
     for folder in (run_dir.trajectories, run_dir.checkpoints, run_dir.log):
         folder.mkdir()
-    _write_json(path / "config.json", config)
+    _write_json(path / FACTS, {"kind": kind, "import_paths": list(import_paths)})
     _write_json(path / "environment.json", environment())
+    write_config(run_dir, config)  # last: with it the directory is a run
     return run_dir
+
+
+def open_run(path: Path) -> RunDir:
+    """The directory of a run that is to go on.
+
+    Raises:
+        RunDirError: it is none, or another process runs it.
+    """
+    path = path.expanduser().resolve()
+    if not (path / CONFIG).is_file():
+        raise RunDirError(f"{path} is no run: it has no {CONFIG}. Name the directory that `miles rl` made.")
+    return RunDir(path=path, lock=RunLock(path))
+
+
+def write_config(run_dir: RunDir, config: dict[str, Any]) -> None:
+    """Store the resolved configuration; the one before stays whole until the new one is."""
+    _write_json(run_dir.path / CONFIG, config)
 
 
 def environment() -> dict[str, Any]:
@@ -107,5 +189,15 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _holder(content: bytes) -> str:
+    try:
+        known = json.loads(content)
+        return f"process {known['pid']} on {known['host']}, since {known['since']},"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
