@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,27 @@ async def test_the_weight_version_is_a_number(engine: Any, control: EngineContro
 async def test_a_new_weight_version_aborts_nothing(engine: Any, control: EngineControl):
     await control.set_weight_version(4)
     assert engine.calls == [("POST", "/update_weight_version", {"new_version": "4", "abort_all_requests": False})]
+
+
+async def test_weights_from_a_folder_are_stamped_before_anything_is_sampled_from_them(
+    engine: Any, control: EngineControl, tmp_path: Path
+):
+    await control.load_weights(tmp_path, version=7)
+    assert [path.partition("?")[0] for _, path, _ in engine.calls] == [
+        "/pause_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+        "/continue_generation",
+    ]
+    assert engine.calls[2][2]["model_path"] == str(tmp_path)
+
+
+async def test_an_engine_that_could_not_load_weights_stays_paused(engine: Any, control: EngineControl, tmp_path: Path):
+    engine.answers["/update_weights_from_disk"] = (400, {"success": False, "message": "no such file"})
+    with pytest.raises(EngineError, match=r"update_weights_from_disk answered 400: .*no such file"):
+        await control.load_weights(tmp_path, version=7)
+    assert "/continue_generation" not in [path for _, path, _ in engine.calls]
 
 
 async def test_loads_are_one_entry_for_each_rank(control: EngineControl):

@@ -128,6 +128,31 @@ async def test_logprobs_of_sampled_tokens_agree_with_transformers_in_float32(ser
     assert max(gaps) <= MAX_GAP
 
 
+async def test_weights_of_another_folder_are_sampled_from_and_named_by_their_version(
+    server: EngineServer, control: EngineControl, model_path: Path, tmp_path: Path
+):
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    before = await generate(server.url, PROMPTS[1], temperature=0.0)
+    model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.neg_()
+    model.save_pretrained(tmp_path)
+    try:
+        await control.load_weights(tmp_path, version=9)
+        answer = await generate(server.url, PROMPTS[1], temperature=0.0)
+    finally:
+        await control.load_weights(model_path, version=0)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPTS[1]])).logits[0, -1].argmax().item()
+    assert answer["output_ids"][0] == expected
+    assert answer["output_ids"] != before["output_ids"]
+    assert answer["meta_info"]["weight_versions"] == [{"version": "9", "start": 0, "end": 16}]
+    assert (await generate(server.url, PROMPTS[1], temperature=0.0))["output_ids"] == before["output_ids"]
+
+
 async def test_the_first_weights_are_version_0_and_every_token_says_so(server: EngineServer, control: EngineControl):
     assert await control.weight_version() == 0
     answer = await generate(server.url, PROMPTS[0])

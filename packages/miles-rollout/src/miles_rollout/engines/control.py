@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -17,6 +18,8 @@ queue and are prefilled again, prompt and output, under the weights of the resum
 TIMEOUT_S = 60.0
 PAUSE_TIMEOUT_S = 300.0
 PROBE_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 1800.0
+FLUSH_S = 30.0
 EXCERPT = 300
 
 
@@ -91,6 +94,18 @@ class EngineControl:
     async def set_weight_version(self, version: int) -> None:
         """Change the number alone. Running requests go on; SGLang's default is to abort them."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def load_weights(self, folder: Path, *, version: int) -> None:
+        """Replace the weights by those of a Hugging Face folder that the server sees under the same path.
+
+        After an error it stays paused, for it may hold a part of them.
+        """
+        await self.pause("abort")
+        await self.flush_cache(wait_s=FLUSH_S)
+        body = {"model_path": str(folder), "flush_cache": True}
+        await self._post("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
+        await self.set_weight_version(version)
+        await self.resume()
 
     async def model_info(self) -> dict[str, Any]:
         return await self._get("/model_info")
