@@ -81,7 +81,9 @@ MINIMAX = """
     {%- if message.role == 'user' -%}{{- ']~b]user\n' ~ message.content ~ '[e~[\n' -}}
     {%- elif message.role == 'assistant' -%}
         {{- ']~b]ai\n' -}}
-        {%- if message.reasoning_content -%}{{- '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' -}}{%- endif -%}
+        {%- if message.reasoning_content -%}
+            {{- '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' -}}
+        {%- endif -%}
         {{- message.content -}}
         {%- if message.tool_calls -%}
             {{- '\n<minimax:tool_call>\n' -}}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from miles_tito.families.channels import GRAMMARS, ChannelParser
 from miles_tito.families.parser import TurnParser
 from miles_tito.merge import Joiner, Setting
-from models_at_hand import MODELS, joiner_of
+from models_at_hand import joiner_of
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -136,9 +136,8 @@ def oracle(name: str, text: str) -> tuple[str, list[Any]]:
     parsers = pytest.importorskip("llm_router_utils.sglang.srt.function_call.function_call_parser")
     reasoning = pytest.importorskip("llm_router_utils.sglang.srt.parser.reasoning_parser")
     thinks, tools = ORACLES[name]
-    thought = ""
     if thinks:
-        thought, text = reasoning.ReasoningParser(thinks).parse_non_stream(text)
+        _, text = reasoning.ReasoningParser(thinks).parse_non_stream(text)
     tool = parsers.Tool.model_validate(TOOL)
     content, items = parsers.FunctionCallParser([tool], tools).parse_non_stream(text or "")
     return (content or "").strip(), [[item.name, json.loads(item.parameters)] for item in items]

@@ -105,8 +105,16 @@ class Joiner:
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
-        """What the template writes at the end of an assistant turn: its close token, or what opens a message."""
-        return (self.family.close,) if self.family.close else self.family.openers
+        """What the template may write at the end of an assistant turn, or what opens a message behind it."""
+        return (self.family.close, *self.family.stops) if self.family.close else self.family.openers
+
+    def after_turn(self, text: str) -> str | None:
+        """What a template wrote from the end of an assistant turn on, its close token first; None without an end."""
+        at, end = min(((at, end) for end in self.turn_ends if (at := text.find(end)) >= 0), default=(-1, ""))
+        if at < 0:
+            return None
+        # A call ends with another token than a reply in some families; a stored turn has the one it was sampled with.
+        return self.family.close + text[at + len(end) :] if self.family.close else text[at:]
 
     def render(
         self, messages: Sequence[Message], setting: Setting | None = None, *, generation_prompt: bool = True
@@ -164,15 +172,15 @@ class Joiner:
         text = self._render([_USER, *self._stand_in(messages, reply), *appended], setting, tools)
         before, found, after = text.rpartition(self._reply)
         del before
-        ends = self.turn_ends
-        at = min((at for end in ends if (at := after.find(end)) >= 0), default=-1)
-        if not found or at < 0 or (at and not any(m["role"] == "tool" for m in messages)):
+        is_call = any(message["role"] == "tool" for message in messages)
+        rest = self.after_turn(after) if found and (is_call or after.startswith(self.turn_ends)) else None
+        if rest is None:
             raise TemplateError(
                 f"The chat template of {self.tokenizer.name} does not write an assistant's text followed by "
-                f"{' or '.join(map(repr, ends))} before [{', '.join(m['role'] for m in messages)}]; it writes "
-                f"{after[:40]!r}. Exact joins cannot be guaranteed."
+                f"{' or '.join(map(repr, self.turn_ends))} before [{', '.join(m['role'] for m in messages)}]; it "
+                f"writes {after[:40]!r}. Exact joins cannot be guaranteed."
             )
-        return after[at:]
+        return rest
 
     def _stand_in(self, messages: Sequence[Message], reply: Message | None) -> list[Message]:
         """An assistant turn as short as can be, with calls for the tool results that `messages` begin with."""

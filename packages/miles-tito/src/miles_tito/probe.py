@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -208,13 +209,20 @@ def check_join(
             at = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b), len(text))
             return f"what stands before is rewritten: {before[at:][:40]!r} becomes {text[at:][:40]!r}."
     after = whole.rpartition(_REPLY)[2]
-    found = [at for end in joiner.turn_ends if (at := after.find(end)) >= 0]
-    if not found:
+    rest = joiner.after_turn(after)
+    if rest is None:
         return f"the reply is not followed by {' or '.join(map(repr, joiner.turn_ends))} but by {after[:40]!r}."
     alone = joiner.extend(appended, setting, reply=reply)
-    if not np.array_equal(alone, joiner.tokenizer.encode_guarded(after[min(found) :])):
-        return f"the text appended is not written alike in context: {after[min(found) :][:80]!r}."
-    return None
+    if not np.array_equal(alone, joiner.tokenizer.encode_guarded(rest)):
+        return f"the text appended is not written alike in context: {rest[:80]!r}."
+    text = joiner.tokenizer.decode(alone)
+    lost = [m["role"] for m in appended if not any(form in text for form in _forms(m["content"]))]
+    return f"the template drops messages of role {', '.join(lost)} behind a reply." if lost else None
+
+
+def _forms(content: str) -> tuple[str, str]:
+    """How a template may write a message: as it is, or as JSON text."""
+    return content.strip(), json.dumps(content.strip(), ensure_ascii=False)[1:-1]
 
 
 def _bare(text: str, family: Family) -> str:

@@ -71,6 +71,7 @@ class Tokenizer:
 
     Attributes:
         name: where it came from, for messages.
+        source: the JSON it was made from.
         bos_id: the token that begins a sequence, None where there is none.
         eos_ids: ids that end a turn: the tokenizer's own and those of `generation_config.json`, ascending.
         control_ids: ids of added tokens that steer a model, such as `<|im_start|>`.
@@ -93,7 +94,7 @@ class Tokenizer:
             raise TokenizerError(f"{name}: `tokenizer.json` cannot be loaded: {error}.") from error
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._json = tokenizer_json
+        self.source = tokenizer_json
         self._special_tokens = dict(special_tokens)
         self.template = ChatTemplate(template_sources, special_tokens) if template_sources else None
         added = self._backend.get_added_tokens_decoder()
@@ -219,7 +220,7 @@ class Tokenizer:
     @cached_property
     def _speller(self) -> tokenizers.Tokenizer:
         """The same tokenizer without added tokens."""
-        plain = json.loads(self._json)
+        plain = json.loads(self.source)
         plain["added_tokens"] = []
         return tokenizers.Tokenizer.from_str(json.dumps(plain))
 

@@ -10,12 +10,13 @@ TEMPLATE = """
 {%- macro block(role, kind, body, name='') -%}
     {{- '<|message_' ~ role ~ '|>' ~ name ~ '<|content_' ~ kind ~ '|>' ~ body ~ '<|end_message|>' -}}
 {%- endmacro -%}
-{%- set ns = namespace(leading=true, name='') -%}
+{%- set ns = namespace(leading=true, name='', tools=[]) -%}
+{%- for tool in tools or [] -%}{%- set ns.tools = ns.tools + [dict(tool.function, type='function')] -%}{%- endfor -%}
 {%- for message in messages -%}
     {%- if ns.leading and message.role != 'system' -%}
         {%- set ns.leading = false -%}
         {%- if tools -%}
-            {{- block('system', 'xml', tools | tojson(separators=(',', ':'), sort_keys=true), 'tool_declare') -}}
+            {{- block('system', 'xml', ns.tools | tojson(separators=(',', ':'), sort_keys=true), 'tool_declare') -}}
         {%- endif -%}
         {{- block('system', 'text', 'Thinking effort level: ' ~ (reasoning_effort or 0.9)) -}}
     {%- endif -%}
