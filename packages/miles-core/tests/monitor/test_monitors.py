@@ -47,6 +47,9 @@ class Recorder:
     def log_late(self, step, metrics) -> None:
         self._call("log_late", step, dict(metrics))
 
+    def rewind(self, step) -> None:
+        self._call("rewind", step)
+
     def event(self, name, start, end, lane) -> None:
         self._call("event", name, start, end, lane)
 
@@ -144,6 +147,68 @@ def test_rows_are_forced_to_the_device_no_later_than_the_interval(tmp_path, monk
     assert calls == ["row at 1.0", "row at 4.9", "fsync", "row at 5.0", "row at 6.0", "fsync", "row at 10.1"]
 
 
+def test_after_going_back_there_is_one_row_a_step_and_the_others_are_kept_aside(tmp_path):
+    def steps(name: str) -> list[float]:
+        return [json.loads(line)["loss/total"] for line in (tmp_path / name).read_text().splitlines()]
+
+    first = MultiMonitor([JsonlMonitor(tmp_path)])
+    for step in (0, 1, 2, 3, 4):
+        first.log(step, {"loss/total": step})
+    first.log_late(2, {"loss/total": 2.5})
+    first.rewind(2)  # in the same process, when only the trainer died
+    first.log(3, {"loss/total": 3.1})
+    assert steps("metrics.jsonl") == [0, 1, 2, 2.5, 3.1]
+    assert steps("metrics.discarded.jsonl") == [3, 4]
+
+    second = MultiMonitor([JsonlMonitor(tmp_path)])  # and in the next one, when all died
+    second.rewind(2)
+    second.log(3, {"loss/total": 3.2})
+    assert steps("metrics.jsonl") == [0, 1, 2, 2.5, 3.2]
+    assert steps("metrics.discarded.jsonl") == [3, 4, 3.1]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_kill_while_rows_are_moved_loses_none_and_doubles_none(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        JsonlMonitor(tmp_path).log(step, {})
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    monitor = JsonlMonitor(tmp_path)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, target):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(Killed):
+            monitor.rewind(1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+    with (tmp_path / "metrics.discarded.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "ti')  # as the next process may find it
+    JsonlMonitor(tmp_path).rewind(1)
+    rows = (tmp_path / "metrics.jsonl").read_bytes() + (tmp_path / "metrics.discarded.jsonl").read_bytes()
+    assert rows == content
+
+
+def test_going_back_to_where_the_run_is_changes_nothing(tmp_path):
+    monitor = JsonlMonitor(tmp_path)
+    monitor.rewind(0)
+    monitor.log(1, {})
+    monitor.rewind(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(tmp_path):
+    JsonlMonitor(tmp_path).finish(SUMMARY)
+    monitor = JsonlMonitor(tmp_path)
+    assert read_summary(tmp_path) is None
+    monitor.finish(SUMMARY)
+    assert read_summary(tmp_path) == SUMMARY
+
+
 def test_the_summary_is_absent_until_the_run_finishes_and_comes_back_equal(tmp_path):
     monitor = JsonlMonitor(tmp_path)
     assert read_summary(tmp_path) is None
@@ -178,6 +243,31 @@ def test_a_trace_opens_whether_or_not_the_run_finished(tmp_path, finished):
     assert (span["name"], span["ts"], span["dur"]) == ("train", 100_000_000, 1_500_000)
     assert {"name": "trainer"} in [e.get("args") for e in events if e["ph"] == "M"]
     assert [e["name"] for e in events if e["ph"] == "C"] == ["reward/mean"]
+
+
+@pytest.mark.parametrize("end", ["finished", "killed", "killed in an event"])
+def test_a_run_that_goes_on_adds_to_its_trace(tmp_path, end):
+    first = TraceMonitor(tmp_path)
+    first.rewind(0)
+    first.event("train", 100.0, 101.0, "trainer")
+    first.event("episode", 100.0, 101.0, "generation")
+    first.event("episode", 100.5, 101.0, "generation")
+    if end == "finished":
+        first.finish(SUMMARY)
+    elif end == "killed in an event":
+        with (tmp_path / "trace.json").open("a") as file:
+            file.write(',\n{"pid": 1, "na')
+    second = TraceMonitor(tmp_path)
+    second.rewind(3)
+    second.event("train", 200.0, 201.0, "trainer")
+    second.event("sync", 201.0, 202.0, "sync")
+    second.finish(SUMMARY)
+    events = trace_events(tmp_path / "trace.json", finished=True)
+    names = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
+    assert names == {"trainer": 1, "generation": 2, "generation 2": 3, "sync": 4}
+    assert sum(e["ph"] == "M" for e in events) == 4
+    assert [e["tid"] for e in events if e["ph"] == "X"] == [1, 2, 3, 1, 4]
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["back at step 3"]
 
 
 def test_a_trace_without_events_is_an_empty_list(tmp_path):
@@ -239,6 +329,25 @@ def test_the_rich_console_draws_a_table_and_leaves_the_rows_behind():
     assert "held-out" in text
     assert "0.531 ± 0.31" in text
     assert "issued 20" in text
+
+
+def test_the_console_says_where_a_run_goes_on_and_counts_the_time_left_anew():
+    out = io.StringIO()
+    times = iter([0.0, 10.0, 5000.0, 5001.0])
+    monitor = ConsoleMonitor(total_steps=4, file=out, mode="plain", clock=lambda: next(times))
+    monitor.rewind(0)
+    monitor.log(1, {})
+    monitor.log(2, {})
+    monitor.rewind(1)
+    monitor.log(2, {})
+    monitor.log(3, {})
+    assert out.getvalue().splitlines() == [
+        "step 1/4",
+        "step 2/4 | 20 s left",
+        "going on from step 1",
+        "step 2/4",
+        "step 3/4 | 1.0 s left",
+    ]
 
 
 def test_the_time_left_counts_from_the_first_row_not_from_the_start_up():

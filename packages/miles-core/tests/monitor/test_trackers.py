@@ -41,6 +41,56 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert rows == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5)]
 
 
+def test_tensorboard_drops_steps_that_are_done_again(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = MonitorConfig(console="off", trace=False, tensorboard=True)
+    for start in (0, 2):
+        monitor = build_monitor(config, run_dir=tmp_path, total_steps=4)
+        monitor.rewind(start)
+        for step in range(start + 1, 5):
+            monitor.log(step, {"reward/mean": step + start / 10})
+        monitor.finish(SUMMARY)
+    seen = EventAccumulator(str(tmp_path / "tensorboard"))
+    seen.Reload()
+    scalars = [(event.step, round(event.value, 3)) for event in seen.Scalars("reward/mean")]
+    assert scalars == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)]
+
+
+def test_a_resumed_run_is_the_same_run_to_the_trackers(tmp_path, monkeypatch):
+    """With stand-ins for both packages, whose own resumption is theirs to test."""
+    started: list[tuple] = []
+
+    class Run:
+        def define_metric(self, name, step_metric=None):
+            pass
+
+    def wandb_init(**options):
+        started.append(("wandb", options["id"], options["resume"]))
+        return Run()
+
+    def trackio_init(**options):
+        started.append(("trackio", options["name"], options["resume"]))
+        return Run()
+
+    wandb, trackio = pytest.importorskip("wandb"), pytest.importorskip("trackio")
+    monkeypatch.setattr(wandb, "init", wandb_init)
+    monkeypatch.setattr(trackio, "init", trackio_init)
+    config = MonitorConfig(
+        console="off", trace=False, wandb=WandbConfig(enabled=True), trackio=TrackioConfig(enabled=True)
+    )
+    for folder in ("one", "one", "two"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        build_monitor(config, run_dir=tmp_path / folder, total_steps=4).rewind(1)
+    (_, one, allow), new, (_, again, _), resumed, (_, two, _), other = started
+    assert allow == "allow"
+    assert one == again != two
+    assert new == ("trackio", "one", "never"), "another run may have the same name"
+    assert resumed == ("trackio", "one", "allow")
+    assert other == ("trackio", "two", "never")
+
+
 @pytest.mark.slow
 def test_wandb_works_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")

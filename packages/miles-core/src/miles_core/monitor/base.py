@@ -21,11 +21,15 @@ class Monitor(Protocol):
     """Receives what a run reports. Called from the driver only, never from two threads."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of one committed step; `monitor.names` is the catalogue. Steps never decrease."""
+        """Metrics of one trained step; `monitor.names` is the catalogue. Steps never decrease but by `rewind`."""
         ...
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """More metrics of a step that has been logged, such as the score of an evaluation beside training."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """The run is back at `step`: what was logged of later steps does not hold, and they are logged again."""
         ...
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
@@ -57,6 +61,10 @@ class MultiMonitor:
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda monitor: monitor.log_late(step, metrics))
+
+    def rewind(self, step: int) -> None:
+        self._last_step = step
+        self._each(lambda monitor: monitor.rewind(step))
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         self._each(lambda monitor: monitor.event(name, start, end, lane))

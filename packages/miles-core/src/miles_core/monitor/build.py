@@ -9,7 +9,7 @@ from typing import Any
 from .base import Monitor, MultiMonitor
 from .config import MonitorConfig
 from .console import ConsoleMonitor
-from .jsonl import JsonlMonitor
+from .jsonl import METRICS_FILE, JsonlMonitor
 from .trace import TraceMonitor
 
 
@@ -19,13 +19,14 @@ def build_monitor(
     """Every monitor that `config` asks for, `metrics.jsonl` always.
 
     Args:
-        run_dir: an existing directory; its name is the run's name in the trackers.
+        run_dir: an existing directory, also of a run that goes on; its name is the run's name in the trackers.
         total_steps: for the progress and the time left.
         run_config: the resolved configuration as plain data, shown by trackers.
 
     Raises:
         MissingDependency: a tracker is configured but not installed; the message is the command that installs it.
     """
+    is_resumed = (run_dir / METRICS_FILE).exists()
     # A tracker is imported only when asked for: wandb alone costs a second.
     optional: list[Monitor] = []
     if config.console != "off":
@@ -47,6 +48,9 @@ def build_monitor(
     if config.trackio.enabled:
         from .trackio import TrackioMonitor
 
-        optional.append(TrackioMonitor(config.trackio, run_name=run_dir.name, run_config=run_config or {}))
+        tracker = TrackioMonitor(
+            config.trackio, run_name=run_dir.name, run_config=run_config or {}, is_resumed=is_resumed
+        )
+        optional.append(tracker)
     required = JsonlMonitor(run_dir, fsync_interval_s=config.fsync_interval_s)
     return MultiMonitor(required=[required], optional=optional)

@@ -62,6 +62,11 @@ class ConsoleMonitor:
         row = plain_row(step, self._total, metrics, math.nan)
         self._console.print(f"{row} | {metrics.get('eval/lag_steps', 0):.0f} steps later", soft_wrap=True)
 
+    def rewind(self, step: int) -> None:
+        self._eta.restart()
+        if step:
+            self._console.print(f"going on from step {step}", soft_wrap=True)
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
 
@@ -96,6 +101,10 @@ class Eta:
         self._total = total_steps
         self._clock = clock
         self._first: tuple[int, float] | None = None
+
+    def restart(self) -> None:
+        """The next row counts as the first."""
+        self._first = None
 
     def update(self, step: int) -> float:
         """Seconds left after `step`; nan until two steps have been seen."""

@@ -1,4 +1,7 @@
-"""`metrics.jsonl`: one row a logged step, readable after `kill -9`; and `summary.json` when the run ends."""
+"""`metrics.jsonl`: one row a logged step, readable after `kill -9`; and `summary.json` when the run ends.
+
+Rows of steps that a run went back behind are kept in `metrics.discarded.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .summary import RunSummary
 
 METRICS_FILE = "metrics.jsonl"
+DISCARDED_FILE = "metrics.discarded.jsonl"
 SUMMARY_FILE = "summary.json"
 
 
@@ -31,9 +35,10 @@ class JsonlMonitor:
         self._interval = fsync_interval_s
         self._clock = clock
         self._synced = clock()
-        path = run_dir / METRICS_FILE
-        _drop_torn_row(path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path = run_dir / METRICS_FILE
+        _drop_torn_row(self._path)
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier end; the run goes on
+        self._fd = self._open()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, "time": round(time.time(), 3)} | {name: _to_json(v) for name, v in metrics.items()}
@@ -51,6 +56,22 @@ class JsonlMonitor:
         """Another row of that step; readers merge the two."""
         self.log(step, metrics)
 
+    def rewind(self, step: int) -> None:
+        """Move the rows of later steps aside; killed in between, it leaves a row in both files rather than in none."""
+        self._sync()
+        kept, gone = _split(self._path.read_bytes(), step)
+        if not gone:
+            return
+        _append_missing(self._dir / DISCARDED_FILE, gone)
+        partial = self._dir / (METRICS_FILE + ".partial")
+        with partial.open("wb") as file:
+            file.write(b"".join(kept))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._path)
+        os.close(self._fd)
+        self._fd = self._open()
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
 
@@ -60,6 +81,9 @@ class JsonlMonitor:
         partial = self._dir / (SUMMARY_FILE + ".partial")
         partial.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8")
         partial.replace(self._dir / SUMMARY_FILE)  # atomic: a reader sees a whole summary or none
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _sync(self) -> None:
         os.fsync(self._fd)
@@ -85,6 +109,25 @@ def read_summary(run_dir: Path) -> RunSummary | None:
     """The summary of a run, None while it has not finished."""
     path = run_dir / SUMMARY_FILE
     return RunSummary(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _split(content: bytes, step: int) -> tuple[list[bytes], list[bytes]]:
+    """Rows up to `step`, and those behind it."""
+    kept: list[bytes] = []
+    gone: list[bytes] = []
+    for line in content.splitlines(keepends=True):
+        (gone if json.loads(line)["step"] > step else kept).append(line)
+    return kept, gone
+
+
+def _append_missing(path: Path, lines: Sequence[bytes]) -> None:
+    """Add the lines that an earlier try, killed in the middle, has not added."""
+    _drop_torn_row(path)
+    there = set(path.read_bytes().splitlines(keepends=True)) if path.exists() else set[bytes]()
+    with path.open("ab") as file:
+        file.writelines(line for line in lines if line not in there)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _to_json(value: float) -> float | str:

@@ -12,7 +12,8 @@ from miles_tito.errors import MissingDependency
 from .summary import RunSummary
 
 try:
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (generated code)
+    # generated code, which pyright cannot see into
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 except ImportError as error:
@@ -38,6 +39,11 @@ class TensorboardMonitor:
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """TensorBoard drops what this directory says of later steps."""
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""

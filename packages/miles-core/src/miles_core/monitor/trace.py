@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ class TraceMonitor:
     """Writes each event as it comes.
 
     The array form of the format may lack its closing bracket, so the file of a killed run opens as well; `finish`
-    closes it, which makes it strict JSON. Spans of one lane that overlap (hundreds of episodes at once) are spread
-    over rows `lane`, `lane 2`, … because the viewers draw one row as a stack.
+    closes it, which makes it strict JSON. A run that goes on opens it again and adds to it. Spans of one lane that
+    overlap (hundreds of episodes at once) are spread over rows `lane`, `lane 2`, … because the viewers draw one row as
+    a stack.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._fd = os.open(run_dir / TRACE_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._rows: dict[str, list[float]] = {}
-        self._threads = 0
-        self._thread_ids: dict[tuple[str, int], int] = {}
-        self._first = True
+        self._thread_ids, size = _reopened(run_dir / TRACE_FILE)
+        """Of each row, by its label."""
+        self._fd = os.open(run_dir / TRACE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._fd, size)
+        self._first = size == 0
         self._last_time = 0.0
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -47,6 +50,11 @@ class TraceMonitor:
             if value is not None and value == value:  # nan is not JSON
                 self._write(name=name, ph="C", ts=now, tid=0, args={"value": float(value)})
 
+    def rewind(self, step: int) -> None:
+        """What happened, happened: the spans stay, and a mark says that the run went back."""
+        if not self._first:
+            self._write(name=f"back at step {step}", ph="i", s="p", ts=_microseconds(time.time()), tid=0)
+
     def finish(self, summary: RunSummary) -> None:
         os.write(self._fd, b"[]\n" if self._first else b"\n]\n")
         os.close(self._fd)
@@ -62,17 +70,37 @@ class TraceMonitor:
         return len(ends) - 1
 
     def _thread(self, lane: str, row: int) -> int:
-        if (lane, row) not in self._thread_ids:
-            self._threads += 1
-            self._thread_ids[lane, row] = self._threads
-            label = lane if row == 0 else f"{lane} {row + 1}"
-            self._write(name="thread_name", ph="M", tid=self._threads, args={"name": label})
-        return self._thread_ids[lane, row]
+        label = lane if row == 0 else f"{lane} {row + 1}"
+        if label not in self._thread_ids:
+            self._thread_ids[label] = len(self._thread_ids) + 1
+            self._write(name="thread_name", ph="M", tid=self._thread_ids[label], args={"name": label})
+        return self._thread_ids[label]
 
     def _write(self, **event: Any) -> None:
         separator = "[\n" if self._first else ",\n"
         self._first = False
         os.write(self._fd, (separator + json.dumps({"pid": 1} | event, allow_nan=False)).encode())
+
+
+def _reopened(path: Path) -> tuple[dict[str, int], int]:
+    """The rows that an earlier start of the run has named, and the length of the file up to its last whole event."""
+    threads: dict[str, int] = {}
+    size = 0
+    if path.exists():
+        with path.open("rb") as file:
+            offset = 0
+            for line in file:
+                text = line.strip().rstrip(b",")
+                try:
+                    event = json.loads(text) if text != b"[" else None
+                except ValueError:
+                    break  # the closing bracket, or an event that the process was killed in
+                if isinstance(event, dict):
+                    size = offset + len(line.rstrip(b"\n").rstrip(b","))
+                    if event.get("name") == "thread_name":
+                        threads[event["args"]["name"]] = event["tid"]
+                offset += len(line)
+    return threads, size
 
 
 def _microseconds(seconds: float) -> int:

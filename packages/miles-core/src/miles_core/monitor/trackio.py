@@ -19,11 +19,14 @@ except ImportError as error:
 class TrackioMonitor:
     """One trackio run; look with `trackio show --project <project>`."""
 
-    def __init__(self, config: TrackioConfig, *, run_name: str, run_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: TrackioConfig, *, run_name: str, run_config: Mapping[str, Any], is_resumed: bool = False
+    ) -> None:
         self._run = trackio.init(
             project=config.project,
             name=run_name,
             space_id=config.space_id,
+            resume="allow" if is_resumed else "never",
             config=dict(run_config),
             embed=False,
             auto_log_gpu=False,
@@ -35,6 +38,9 @@ class TrackioMonitor:
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """trackio cannot take rows back: steps that are done again appear twice."""
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         """Spans belong to the trace."""
