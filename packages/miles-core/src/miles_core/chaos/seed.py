@@ -1,0 +1,134 @@
+"""One seed: a run from its first start to its last, through every fault, and the check of what it left."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.config import Config
+from miles_core.rl import MAX_TRAINER_RESTARTS
+
+from .check import Evidence, Problem, check
+from .environment import ScriptedEnv
+from .faults import KINDS, Fault
+from .parts import num_prompts
+from .record import Record
+from .start import RECORD, Ended, Plant, open_run_dir, play_start
+
+SHM = Path("/dev/shm")
+SPARE_STARTS = 2
+"""Starts without a fault of their own that a run may need besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of one seed."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+    happened: tuple[str, ...]
+    """Kinds of the faults that the run came to."""
+    starts: int
+    events: int
+    problems: tuple[Problem, ...]
+    story: str = ""
+    """What the ledger tells of the group that the first problem shows in."""
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.problems
+
+
+def play(
+    seed: int, config: Config, faults: Sequence[Fault], *, plant: Plant | None = None, keep: Path | None = None
+) -> Verdict:
+    """Play a run with `faults` to its end, and hold it against the invariants.
+
+    Args:
+        plant: a bug for every start.
+        keep: leave the run's directory here instead of removing it.
+    """
+    root = Path(tempfile.mkdtemp(prefix="miles-chaos-", dir=SHM if SHM.is_dir() else None)) if keep is None else keep
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        return _play(seed, config, faults, root, plant)
+    finally:
+        if keep is None:
+            shutil.rmtree(root)
+
+
+def _play(seed: int, config: Config, faults: Sequence[Fault], root: Path, plant: Plant | None) -> Verdict:
+    record = Record(root / RECORD)
+    ends: list[Ended] = []
+    problems: list[Problem] = []
+    most = max((fault.start for fault in faults), default=-1) + 1 + SPARE_STARTS
+    while not problems and (not ends or ends[-1].end != "finished"):
+        start = len(ends)
+        if start == most:
+            problems.append(Problem(text=f"The run has not finished after {start} starts: {ends[-1].error or ends[-1].end}"))
+            break
+        ends.append(play_start(config, root=root, seed=seed, start=start, faults=faults, plant=plant))
+        problems += _of_end(ends[-1], start, record)
+    evidence = Evidence(
+        config=config,
+        run_dir=open_run_dir(root),
+        record=record,
+        prompts=list(ScriptedEnv.prompts("train", num_prompts(config))),
+    )
+    if not problems:
+        problems = check(evidence)
+    happened = tuple(f"{f['kind']} in start {f['start']} at {f['nth']}" for _, f in record.entries("fault"))
+    record.close()
+    return Verdict(
+        seed=seed,
+        faults=tuple(faults),
+        happened=happened,
+        starts=len(ends),
+        events=sum(end.events for end in ends),
+        problems=tuple(problems),
+        story=_story(evidence, problems) or next((end.trace for end in ends if end.trace), ""),
+    )
+
+
+def shrink(verdict: Verdict, config: Config, *, plant: Plant | None = None) -> Verdict:
+    """The same failure with as few faults as needed: one after the other is left out while it still fails."""
+    for fault in verdict.faults:
+        fewer = tuple(other for other in verdict.faults if other is not fault)
+        again = play(verdict.seed, config, fewer, plant=plant)
+        if not again.is_sound:
+            verdict = again
+    return verdict
+
+
+def _of_end(ended: Ended, start: int, record: Record) -> list[Problem]:
+    """What is wrong with how a start ended; a fault may end one, and nothing else may."""
+    problems = [Problem(text=f"Start {start}: {text}") for text in ended.problems]
+    if ended.end == "failed":
+        kinds = [fields["kind"] for _, fields in record.entries("fault") if fields["start"] == start]
+        if not _explains(kinds, ended.error):
+            problems.insert(0, Problem(text=f"Start {start} ended by itself: {ended.error}"))
+    return problems
+
+
+def _explains(kinds: Sequence[str], error: str) -> bool:
+    """Whether faults of these kinds may end a start with this error."""
+    name = error.split(":")[0]
+    return any(KINDS[kind].ends_with in (name, "*") for kind in kinds if KINDS[kind].ends_with) or (
+        name == "TrainerLost" and sum(kind.startswith("trainer_lost") for kind in kinds) > MAX_TRAINER_RESTARTS
+    )
+
+
+def _story(run: Evidence, problems: Sequence[Problem]) -> str:
+    group = next((problem.group for problem in problems if problem.group is not None), None)
+    if group is None or not run.run_dir.ledger.exists():
+        return ""
+    return "\n".join(
+        f"  {what}{f' ({reason})' if reason else ''} at version {version} in start {start}"
+        for what, reason, version, start in run.rows(
+            "SELECT what, changes.reason, version, start FROM changes JOIN groups USING (number) "
+            f"WHERE group_id = '{group}' ORDER BY change"
+        )
+    )
