@@ -84,9 +84,31 @@ def _run(words: list[str], kind: Literal["rl", "sft"], *, is_dry: bool) -> int:
 
         print(make_plan(loaded.config, kind))
         return DONE
+    from . import rundir
+    from .config import to_dict
     from .run import main as run_main
 
-    return run_main(loaded.config, kind)
+    config = loaded.config
+    run_dir = rundir.create(
+        Path(config.run.dir),
+        config.run.name,
+        config=to_dict(config),
+        kind=kind,
+        import_paths=loaded.import_paths,
+    )
+    return run_main(config, kind, run_dir)
+
+
+def _resume(options: argparse.Namespace, words: list[str]) -> int:
+    from .resume import resume
+
+    return resume(
+        Path(options.run),
+        words,
+        steps=options.steps,
+        more=options.more,
+        accept_changes=options.accept_changes,
+    )
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> int:
@@ -192,6 +214,14 @@ def _parser() -> argparse.ArgumentParser:
         ("quickstart", _quickstart, "watch a tiny model learn to use a tool, in minutes and without a GPU"),
     ):
         add(name, handler, text).add_argument("--dry-run", action="store_true", help=dry)
+    resume = add("resume", _resume, "go on with a run that stopped, killed or finished", takes_settings=True)
+    resume.usage = "miles resume RUN [--steps N | --more N] [@ FILE] [--dotted.key VALUE] ..."
+    resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    resume.add_argument("--steps", type=int, metavar="N", help="train up to step N in all")
+    resume.add_argument("--more", type=int, metavar="N", help="train N steps beyond the newest committed one")
+    resume.add_argument(
+        "--accept-changes", action="store_true", help="go on although model, data or what is learned has changed"
+    )
     doctor = add("doctor", _doctor, "find what would keep a run from working, and say the fix")
     doctor.add_argument("--model", metavar="DIR", help="check this model's chat template too")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

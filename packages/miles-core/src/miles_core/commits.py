@@ -44,7 +44,7 @@ class Commits:
         """Start a checkpoint of `step`; returns metrics once training may go on.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: there is no room for it, or the one before could not be written.
         """
         began = time.monotonic()
         await self.drain()
@@ -60,24 +60,26 @@ class Commits:
             writing, self._writing = self._writing, None
             await writing
 
-    def forget(self) -> None:
-        """Let go of the checkpoint that is being written: the ranks that wrote it are gone."""
+    async def forget(self) -> None:
+        """Let go of the checkpoint that is being written: the ranks that wrote it are gone, or the run ends."""
         if self._writing is not None:
-            self._writing.cancel()
-            self._writing.add_done_callback(_retrieve)
-            self._writing = None
+            writing, self._writing = self._writing, None
+            writing.cancel()
+            await asyncio.wait([writing])
+            if not writing.cancelled() and (error := writing.exception()) is not None:
+                logger.warning("the last checkpoint was not completed: %s", error)
 
     async def load(self, path: Path, trainers: Trainers) -> None:
         await trainers.load(path / TRAINER)
 
     async def _finish(self, step: int, trainers: Trainers, state: dict[str, Any]) -> None:
-        await trainers.finish_save()
-        path = await asyncio.to_thread(self._checkpoints.complete, step, state)
+        try:
+            await trainers.finish_save()
+            self._ledger.sync()  # what the checkpoint was trained on is on the device before the checkpoint counts
+            path = await asyncio.to_thread(self._checkpoints.complete, step, state)
+        except BaseException:
+            self._checkpoints.abandon(step)
+            raise
         self._ledger.commit(step, path.name)
         self.last = step
         logger.info("step %d is committed: %s", step, path)
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -29,11 +29,13 @@ from .checkpoints import Checkpoints
 from .commits import Commits
 from .config import Config
 from .errors import cause
+from .fingerprint import compare, fingerprint_model, fingerprint_prompts
 from .ledger import Ledger, Limits, adopt_spooled
 from .metrics import Arrivals
 from .monitor import Monitor, MultiMonitor
 from .monitor.alarms import Alarms
 from .parts import Parts, TrainerLost
+from .resume import refuse
 from .rundir import RunDir, environment
 from .starting import Started, started
 from .takeup import take_up
@@ -48,21 +50,31 @@ MAX_TRAINER_RESTARTS = 3
 class RLRun:
     """One RL run over the given parts; in a directory that an earlier start left, it goes on from there."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts) -> None:
+    def __init__(
+        self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts, accept_changes: bool = False
+    ) -> None:
+        """
+        Args:
+            accept_changes: go on although the model or the data is another than before.
+        """
         self._config = config
+        self._accept_changes = accept_changes
         self._run_dir = run_dir
         self._alarms = Alarms(on_alarm=lambda name, text: self._ledger.event("alarm", name, text))
         self._monitor = MultiMonitor([monitor], [self._alarms] if config.monitor.alarms else [])
         self._parts = parts
         self._gate = Gate()
         self._ledger = Ledger.open(run_dir.ledger, create=True)
-        self._checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep)
+        self._checkpoints = Checkpoints(
+            run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+        )
         self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self._ledger)
         self._usage: Usage | None = None
         self._evals: list[EvalResult] = []
         self._heldout: list[Prompt] = []
         self._arrivals = Arrivals()
         self._fates: dict[str, int] = {}
+        self._fingerprint: dict[str, Any] = {}
         self.version = 0
 
     async def run(self) -> None:
@@ -81,6 +93,7 @@ class RLRun:
                 for watch in watches:
                     watch.cancel()
         finally:
+            await self._commits.forget()
             counts = self._ledger.counts()
             self._fates = {
                 name: getattr(counts, name)
@@ -105,6 +118,7 @@ class RLRun:
     def _begin(self) -> None:
         """A new start in the ledger: of a new run, or from the newest committed step of an old one."""
         rollout = self._config.rollout
+        self._checkpoints.clean()
         keeps_old = "keep" in (rollout.put_policy, rollout.take_policy)
         found = self._checkpoints.latest()
         adopted = adopt_spooled(self._ledger, self._run_dir.trajectories)
@@ -136,7 +150,7 @@ class RLRun:
                     raise
                 logger.warning("%s The trainer goes on from step %d.", lost, self._commits.last)
                 self._ledger.event("trainer", "all ranks", f"restarted: {lost}")
-            self._commits.forget()
+            await self._commits.forget()
             await run.trainers.restart()
             await run.trainers.setup(self._config.train, run.policy)
             await self._go_back(run)
@@ -160,6 +174,7 @@ class RLRun:
         await run.trainers.push(self.version)
         logger.info("the engines serve version %d", self.version)
         prompts = await run.workers.prompts(config.env.split, config.env.num_prompts)
+        self._check_unchanged(run, prompts)
         stream = PromptStream(prompts, seed=config.run.seed)
         stream.restore({**stream.state(), "drawn": self._ledger.drawn()})
         resume = take_up(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)
@@ -206,6 +221,13 @@ class RLRun:
         await run.trainers.export(self._run_dir.checkpoints / "final")
         self._ledger.require_sound()
 
+    def _check_unchanged(self, run: Started, prompts: Sequence[Prompt]) -> None:
+        """Model and data are those that the last commit was made with."""
+        self._fingerprint = {"model": fingerprint_model(run.policy), "prompts": fingerprint_prompts(prompts)}
+        if (found := self._checkpoints.latest()) is not None:
+            before = self._checkpoints.load_state(found)["fingerprint"]
+            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
+
     # ---- called by the loop
 
     def _observe(self, event: FateEvent) -> None:
@@ -237,7 +259,13 @@ class RLRun:
         return more
 
     async def _commit(self, run: Started, step: int) -> dict[str, float]:
-        state = {"version": step, "drawn": self._ledger.drawn(), "next_group": self._ledger.next_group()}
+        state = {
+            "version": step,
+            "drawn": self._ledger.drawn(),
+            "next_group": self._ledger.next_group(),
+            "open_groups": [group.id for group in self._ledger.open_groups()],
+            "fingerprint": self._fingerprint,
+        }
         return await self._commits.begin(step, trainers=run.trainers, state=state)
 
     async def _evaluate(self, run: Started) -> dict[str, float]:

@@ -21,12 +21,11 @@ from .errors import cause
 from .monitor import Monitor, RunSummary, build_monitor
 from .report.write import REPORT_FILE
 from .rl import RLRun
-from .rundir import RunDir
+from .rundir import Kind, RunDir
 from .sft import SftRun
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["rl", "sft"]
 EXIT_STATUS = {"finished": 0, "failed": 1, "interrupted": 130}
 
 
@@ -40,8 +39,11 @@ class Run(Protocol):
         ...
 
 
-def main(config: Config, kind: Kind, run_dir: RunDir) -> int:
+def main(config: Config, kind: Kind, run_dir: RunDir, *, accept_changes: bool = False) -> int:
     """Run to the end, print the summary, write the report; in a directory that was left early, go on from there.
+
+    Args:
+        accept_changes: go on although the model or the data is another than before.
 
     Returns:
         Exit status: 0 finished, 1 failed, 130 interrupted. No process of the run is left behind.
@@ -51,10 +53,10 @@ def main(config: Config, kind: Kind, run_dir: RunDir) -> int:
     monitor = build_monitor(
         config.monitor, run_dir=run_dir.path, total_steps=_steps(config, kind), run_config=to_dict(config)
     )
-    return asyncio.run(_run(config, kind, run_dir, monitor))
+    return asyncio.run(_run(config, kind, run_dir, monitor, accept_changes=accept_changes))
 
 
-async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) -> int:
+async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor, *, accept_changes: bool) -> int:
     began = time.monotonic()
     run: Run | None = None
     error: BaseException | None = None
@@ -62,8 +64,11 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) ->
     try:
         async with cluster(config.ray):
             _cancel_on_signals()  # Ray has put its own handlers in place of ours
-            make = RLRun if kind == "rl" else SftRun
-            run = make(config, run_dir=run_dir, monitor=monitor, parts=RayParts(config, run_dir=run_dir))
+            parts = RayParts(config, run_dir=run_dir)
+            if kind == "rl":
+                run = RLRun(config, run_dir=run_dir, monitor=monitor, parts=parts, accept_changes=accept_changes)
+            else:
+                run = SftRun(config, run_dir=run_dir, monitor=monitor, parts=parts)
             await run.run()
     except (Exception, asyncio.CancelledError) as caught:
         error = cause(caught)
@@ -77,6 +82,8 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor) ->
         print("\n".join(summary.lines()), flush=True)
     if summary.status == "failed":
         print(f"{error}\nThe whole story: {run_dir.log}", file=sys.stderr)
+    if summary.status != "finished" and summary.fates:
+        print(f"It goes on where it stopped with: miles resume {run_dir.path}", file=sys.stderr)
     return EXIT_STATUS[summary.status]
 
 
