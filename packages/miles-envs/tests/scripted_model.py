@@ -38,7 +38,8 @@ class ScriptedModel:
         self.requests: list[dict] = []
 
     async def __call__(self, url: str, body: dict, headers: dict[str, str]) -> Answer:
-        self.requests.append({"url": url, "authorization": headers.get("Authorization"), **body})
+        marks = {"authorization": headers.get("Authorization"), "retry": headers.get("x-stainless-retry-count")}
+        self.requests.append({"url": url, **marks, **body})
         reply = self.replies[len(self.requests) - 1]
         if callable(reply):
             reply = reply(body)

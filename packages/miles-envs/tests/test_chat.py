@@ -13,8 +13,8 @@ from scripted_model import answer, calls, completion, refusal
 MESSAGES = [{"role": "user", "content": "?"}]
 
 
-async def ask(policy, **arguments):
-    async with ChatClient(policy) as chat:
+async def ask(policy, *, retry_for_s=0.0, **arguments):
+    async with ChatClient(policy, retry_for_s=retry_for_s) as chat:
         return await chat.complete(MESSAGES, **arguments)
 
 
@@ -44,6 +44,21 @@ async def test_tool_calls_and_reasoning_go_back_into_the_conversation(scripted, 
 async def test_a_turn_that_ran_out_of_tokens_says_so(scripted, policy):
     scripted(completion("4 and", finish_reason="length"))
     assert (await ask(policy)).is_truncated
+
+
+async def test_a_call_is_repeated_and_marked_while_its_session_server_is_away(scripted, policy):
+    gone = aiohttp.ClientConnectionError("refused")
+    model = scripted(aiohttp.ServerDisconnectedError(), gone, gone, "4")
+    assert (await ask(policy, retry_for_s=30)).text == "4"
+    assert [request["retry"] for request in model.requests] == [None, "1", "2", "3"]
+    assert all(request["messages"] == MESSAGES for request in model.requests)
+
+
+async def test_a_server_that_is_silent_is_not_asked_twice(scripted, policy):
+    model = scripted(aiohttp.SocketTimeoutError("slow"))
+    with pytest.raises(InfraError, match="SocketTimeoutError"):
+        await ask(policy, retry_for_s=30)
+    assert len(model.requests) == 1
 
 
 @pytest.mark.parametrize(

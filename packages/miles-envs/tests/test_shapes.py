@@ -169,7 +169,7 @@ async def test_a_session_closed_by_the_run_is_a_cancellation_not_a_failure(scrip
     assert (await run(single(), policy, context=context)).outcome is Outcome.CANCELLED
 
 
-@pytest.mark.parametrize("reply", [aiohttp.ClientConnectionError("refused"), refusal(500, "engine died")])
+@pytest.mark.parametrize("reply", [aiohttp.SocketTimeoutError("slow"), refusal(500, "engine died")])
 async def test_a_broken_engine_is_never_a_reward(scripted, policy, reply):
     scripted(reply)
     result = await run(single(), policy)

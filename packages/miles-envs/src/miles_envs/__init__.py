@@ -2,9 +2,11 @@
 
 from .chat import ChatClient, Completion, connection_pool
 from .data import Columns, from_generator, read_jsonl, read_parquet, read_prompts
+from .endpoints import EndpointPool, EndpointState
 from .errors import (
     ContextExceeded,
     DataError,
+    EndpointError,
     EnvironmentSetupError,
     GraderCrash,
     GraderTimeout,
@@ -22,6 +24,9 @@ __all__ = [
     "ContextExceeded",
     "DataError",
     "Dialogue",
+    "EndpointError",
+    "EndpointPool",
+    "EndpointState",
     "EnvironmentSetupError",
     "GraderCrash",
     "GraderTimeout",

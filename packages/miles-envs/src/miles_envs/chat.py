@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from miles_tito.records import Message, Policy
 from .errors import ContextExceeded, InfraError
 
 CONTEXT_CODES = ("context_length_exceeded",)
+RETRY_FOR_S = 120.0
+"""Longer than a session server takes to come back at its address."""
+MAX_WAIT_S = 2.0
+"""Longest wait between two sendings."""
+RETRY_HEADER = "x-stainless-retry-count"
+"""How OpenAI's own clients mark a repeated call; the session server joins it to the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +70,17 @@ class ChatClient:
     ```
     """
 
-    def __init__(self, policy: Policy, *, pool: aiohttp.ClientSession | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, pool: aiohttp.ClientSession | None = None, retry_for_s: float = RETRY_FOR_S
+    ) -> None:
         """
         Args:
             pool: connections shared with other clients, from `connection_pool`; without one the client has its own.
+            retry_for_s: how long a call is sent again after a broken connection. A session server that comes back has
+                the conversation, and answers the repeated call with what it had recorded, or samples it then.
         """
         self._policy = policy
+        self._retry_for_s = retry_for_s
         self._pool = pool or connection_pool()
         self._owns_pool = pool is None
 
@@ -90,21 +102,38 @@ class ChatClient:
         if tools:
             body["tools"] = list(tools)
         url = f"{self._policy.base_url.rstrip('/')}/chat/completions"
-        try:
-            async with self._pool.post(
-                url, json=body, headers={"Authorization": f"Bearer {self._policy.api_key}"}
-            ) as response:
-                content = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise InfraError(f"No answer from {url}: {type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise _refusal(response.status, content, url)
+        status, content = await self._post(url, body)
+        if status != 200:
+            raise _refusal(status, content, url)
         return _read(content, url)
 
     async def aclose(self) -> None:
         """Close the connections that are the client's own."""
         if self._owns_pool:
             await self._pool.close()
+
+    async def _post(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """Status and content of the answer.
+
+        Raises:
+            InfraError: none came, however often it was asked for.
+        """
+        clock = asyncio.get_running_loop().time
+        began, wait_s, resent = clock(), 0.05, 0
+        while True:
+            headers = {"Authorization": f"Bearer {self._policy.api_key}"}
+            if resent:
+                headers[RETRY_HEADER] = str(resent)
+            try:
+                async with self._pool.post(url, json=body, headers=headers) as response:
+                    return response.status, await response.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                is_silence = isinstance(error, aiohttp.SocketTimeoutError)
+                if is_silence or clock() - began >= self._retry_for_s:
+                    raise InfraError(f"No answer from {url}: {type(error).__name__}: {error}") from error
+            resent += 1
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     async def __aenter__(self) -> Self:
         return self

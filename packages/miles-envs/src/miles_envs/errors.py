@@ -25,6 +25,10 @@ class InfraError(MilesError, RuntimeError):
         self.status = status
 
 
+class EndpointError(MilesError, RuntimeError):
+    """An endpoint of an `EndpointPool` answered, but not as one that is well; raise it for a status such as 503."""
+
+
 class ContextExceeded(MilesError, RuntimeError):
     """The conversation is longer than the model's context: the policy's limit, graded as it stands."""
 
