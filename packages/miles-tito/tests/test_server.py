@@ -376,10 +376,50 @@ async def test_sessions_spread_over_servers_and_stay_where_they_are(tokenizer: T
 
 
 async def test_a_client_without_a_server_says_which_url_did_not_answer():
-    client = SessionClient(["http://127.0.0.1:9"])
+    client = SessionClient(["http://127.0.0.1:9"], retry_for_s=0.1)
     with pytest.raises(SessionError, match=r"POST http://127\.0\.0\.1:9/sessions got no answer"):
         await client.open("s", sampling=Sampling())
     await client.aclose()
+
+
+class Breaking:
+    """Serves every request, and breaks the connection in the middle of the first answers."""
+
+    def __init__(self, app: Any, *, times: int) -> None:
+        self._app = app
+        self._left = times
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not self._left:
+            await self._app(scope, receive, send)
+            return
+        self._left -= 1
+
+        async def half(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [(b"content-length", b"10000")]}
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await self._app(scope, receive, half)
+        raise ConnectionResetError("as when the server is killed")
+
+
+async def test_a_call_whose_connection_breaks_is_sent_again_and_an_opening_served_twice_counts_once(
+    tokenizer: Tokenizer, served: Any
+):
+    app = create_app(
+        engine=ScriptedEngine([]), tokenizer=tokenizer, family="auto", model="m", max_context=500, api_key="operator"
+    )
+    async with served(Breaking(app, times=2)) as url, httpx.AsyncClient(trust_env=False) as http:
+        client = SessionClient([url], api_key="operator")
+        policy = await client.open("s", sampling=Sampling())
+        assert (await http.get(f"{url}/health")).json()["sessions"] == 1
+        models = await http.get(f"{policy.base_url}/models", headers={"Authorization": f"Bearer {policy.api_key}"})
+        assert models.status_code == 200
+        with pytest.raises(SessionError, match="open already"):
+            await client.open("s", sampling=Sampling())
+        await client.close("s")
+        await client.aclose()
 
 
 async def test_closing_a_session_ends_what_runs_in_it(tokenizer: Tokenizer, open_chat: OpenChat):

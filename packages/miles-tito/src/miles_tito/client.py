@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,16 +15,33 @@ from .http import Http
 from .records import Policy, Sampling, Trajectory
 from .wire import decode_many
 
+_MAX_WAIT_S = 2.0
+"""Longest wait between two sendings of one call."""
+
 
 class SessionClient:
     """Talks to one or more session servers; a session lives on the one that its id hashes to."""
 
-    def __init__(self, base_urls: Sequence[str], *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        """`api_key` is the servers' own; without it only sessions opened by this client can be read and closed."""
+    def __init__(
+        self,
+        base_urls: Sequence[str],
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        retry_for_s: float = 120.0,
+    ) -> None:
+        """
+        Args:
+            api_key: the servers' own; without it only sessions opened by this client can be read and closed.
+            timeout_s: longest silence of a server.
+            retry_for_s: how long a call is sent again after a broken connection: longer than a server takes to come
+                back at its address.
+        """
         if not base_urls:
             raise SessionError("A SessionClient needs the URL of at least one session server, got none.")
         self._urls = [url.rstrip("/") for url in base_urls]
         self._api_key = api_key
+        self._retry_for_s = retry_for_s
         self._keys: dict[str, str] = {}
         # The servers keep an idle connection for 300 s.
         self._http = Http(silence_s=timeout_s, max_connections=256, keepalive_s=240.0)
@@ -52,10 +70,7 @@ class SessionClient:
             "deadline_s": deadline_s,
         }
         url = self._url(session_id)
-        answer = msgspec.json.decode(
-            await self._call("POST", f"{url}/sessions", self._api_key, content=msgspec.json.encode(body))
-        )
-        opened = cast("dict[str, Any]", answer)
+        opened = cast("dict[str, Any]", msgspec.json.decode(await self._open(session_id, msgspec.json.encode(body))))
         self._keys[session_id] = opened["api_key"]
         return Policy(
             base_url=f"{url}/sessions/{quote(session_id, safe='')}/v1",
@@ -99,14 +114,44 @@ class SessionClient:
     def _key(self, session_id: str) -> str | None:
         return self._api_key or self._keys.get(session_id)
 
-    async def _call(self, method: str, url: str, key: str | None, *, content: bytes | None = None) -> bytes:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async def _open(self, session_id: str, body: bytes) -> bytes:
+        url = f"{self._url(session_id)}/sessions"
         try:
-            async with self._http.request(method, url, data=content, headers=headers) as response:
-                answer: bytes = await response.read()
-        except self._http.error as error:
-            raise SessionError(f"{method} {url} got no answer: {type(error).__name__} {error}") from error
+            return await self._call("POST", url, self._api_key, content=body)
+        except SessionError as error:
+            if error.status != 409 or not error.was_resent or self._api_key is None:
+                raise
+        # The first sending opened it, and its answer with the key was lost with the server.
+        await self._call("DELETE", self._session_url(session_id), self._api_key)
+        return await self._call("POST", url, self._api_key, content=body)
+
+    async def _call(self, method: str, url: str, key: str | None, *, content: bytes | None = None) -> bytes:
+        """The answer to a call, which is sent again for a while when its connection breaks.
+
+        Raises:
+            SessionError: refused, or no answer.
+        """
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        clock = asyncio.get_running_loop().time
+        began, wait_s = clock(), 0.05
+        was_resent = False
+        while True:
+            try:
+                async with self._http.request(method, url, data=content, headers=headers) as response:
+                    answer: bytes = await response.read()
+                break
+            except self._http.error as error:
+                is_silence = isinstance(error, self._http.timeout_error)
+                if is_silence or clock() - began >= self._retry_for_s:
+                    raise SessionError(
+                        f"{method} {url} got no answer: {type(error).__name__} {error}", was_resent=was_resent
+                    ) from error
+            was_resent = True
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
         if response.status >= 400:
             text = answer[:500].decode(errors="replace")
-            raise SessionError(f"{method} {url} answered {response.status}: {text}", status=response.status)
+            raise SessionError(
+                f"{method} {url} answered {response.status}: {text}", status=response.status, was_resent=was_resent
+            )
         return answer

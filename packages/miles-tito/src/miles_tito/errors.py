@@ -70,8 +70,10 @@ class SessionError(MilesError, RuntimeError):
 
     Attributes:
         status: HTTP status of the answer, or None when there was none.
+        was_resent: an earlier sending of the same call may have been served.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, was_resent: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.was_resent = was_resent
