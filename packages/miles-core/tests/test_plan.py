@@ -49,13 +49,15 @@ def test_experts_and_untied_embeddings_count(model):
 
 def test_a_rank_holds_weights_gradients_and_two_moments_of_its_share(model):
     shape = read_shape(model(tensors={"w": [1000, 1000]}))
-    alone = trainer_memory(TrainConfig(), shape)
+    alone = trainer_memory(TrainConfig(), shape, device="cpu")
     assert (alone["weights"], alone["gradients"], alone["AdamW"]) == (4e6, 4e6, 8e6)
-    assert trainer_memory(TrainConfig(ranks=2), shape)["AdamW"] == 4e6
-    mixed = trainer_memory(TrainConfig(dtype="bfloat16", loss=LossConfig(kl_coef=0.1)), shape)
+    assert alone["copy for checkpoints"] == 12e6
+    assert trainer_memory(TrainConfig(ranks=2), shape, device="cpu")["AdamW"] == 4e6
+    mixed = trainer_memory(TrainConfig(dtype="bfloat16", loss=LossConfig(kl_coef=0.1)), shape, device="cuda")
     assert mixed["reference"] == 2e6
     assert mixed["activations"] == alone["activations"] / 2
-    checkpointed = trainer_memory(TrainConfig(activation_checkpointing=True), shape)
+    assert "copy for checkpoints" not in mixed, "it lies in host memory"
+    checkpointed = trainer_memory(TrainConfig(activation_checkpointing=True), shape, device="cpu")
     assert checkpointed["activations"] < alone["activations"] / 10
 
 
@@ -91,9 +93,24 @@ def test_the_plan_says_what_does_not_fit(model, monkeypatch):
     text = make_plan(config, "rl")
     assert "1.0 M parameters" in text
     assert "16 groups of 8 · max_staleness 1, at most 32 groups open" in text
-    assert text.endswith("warning: this does not fit")
+    assert "warning: this does not fit\n" in text
+
+
+def test_the_plan_says_what_checkpoints_take(model, monkeypatch):
+    folder = model(tensors={"w": [2**14, 2**14]})
+    words = ["--model.path", str(folder), "--env.target", "json:loads"]
+    monkeypatch.setattr("miles_core.plan.free_disk", lambda directory: 10 * 2**30)
+    text = make_plan(load_config([*words, "--checkpoint.keep", "1"]).config, "rl")
+    assert text.endswith(
+        "checkpoints every 10 steps of 3.00 GiB each; with those kept and one being written 6.00 GiB of 10.00 GiB of "
+        "disk free at runs"
+    )
+    text = make_plan(load_config([*words, "--checkpoint.keep-every", "50", "--checkpoint.every", "0"]).config, "rl")
+    assert "checkpoints at the end of 3.00 GiB each; with those kept and one being written 15.00 GiB" in text
+    assert text.endswith("warning: this does not fit; lower checkpoint.keep, or set run.dir")
 
 
 def test_a_model_that_is_built_later_has_no_estimate():
     config = load_config(["--model.builder", "json:loads", "--env.target", "json:loads"]).config
     assert "its size is known once that has run" in make_plan(config, "rl")
+    assert "checkpoints every 10 steps, 2 kept" in make_plan(config, "rl")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def make_plan(config: Config, kind: Literal["rl", "sft"]) -> str:
     resolve_imports(config)
     shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
     processes = list_processes(config, kind, shape)
-    return "\n".join([_headline(config, kind), _model_line(config, shape), "", *_table(processes), _total(processes)])
+    lines = [_headline(config, kind), _model_line(config, shape), "", *_table(processes), _total(processes)]
+    return "\n".join([*lines, _checkpoint_line(config, shape)])
 
 
 def resolve_imports(config: Config) -> None:
@@ -114,7 +116,7 @@ def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape
         count=config.train.ranks,
         device=device,
         note=f"{config.train.backend}, {config.train.dtype}, {_threads(config.train.threads)}",
-        parts=trainer_memory(config.train, shape) if shape else {},
+        parts=trainer_memory(config.train, shape, device=device) if shape else {},
     )
     driver = Process(name="driver, Ray", count=1, device="cpu", note="loop, monitors, ledger", parts={})
     if kind == "sft":
@@ -138,8 +140,8 @@ def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape
     return [trainer, *engines, *routers, sessions, workers, driver]
 
 
-def trainer_memory(train: TrainConfig, shape: ModelShape) -> dict[str, float]:
-    """Bytes of one rank by what takes them."""
+def trainer_memory(train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
+    """Bytes of one rank by what takes them, on its device."""
     width, master = _BYTES[train.dtype], _BYTES[train.master_dtype]
     sharded = shape.num_parameters / train.ranks
     per_layer = shape.hidden if train.activation_checkpointing else 10 * shape.hidden + 4 * shape.intermediate
@@ -154,7 +156,28 @@ def trainer_memory(train: TrainConfig, shape: ModelShape) -> dict[str, float]:
         parts["reference"] = sharded * width
     if width != master:
         parts["a layer in " + train.dtype] = shape.num_parameters * width / shape.num_layers
+    if device == "cpu":  # of a GPU it lies in host memory
+        parts["copy for checkpoints"] = checkpoint_bytes(train, shape) / train.ranks
     return parts
+
+
+def checkpoint_bytes(train: TrainConfig, shape: ModelShape) -> float:
+    """Size of one checkpoint on disk: weights and the two moments of AdamW in the optimizer's type."""
+    return 3.0 * shape.num_parameters * _BYTES[train.master_dtype]
+
+
+def disk_bytes(config: Config, shape: ModelShape) -> float:
+    """What checkpoints take at most: those that are kept, and the one that is being written."""
+    kept = config.checkpoint.keep
+    if config.checkpoint.keep_every is not None:
+        kept += config.run.steps // config.checkpoint.keep_every
+    return (kept + 1) * checkpoint_bytes(config.train, shape)
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes free where `directory` is, or will be made."""
+    places = (directory.expanduser().absolute(), *directory.expanduser().absolute().parents)
+    return shutil.disk_usage(next(place for place in places if place.exists())).free
 
 
 def engine_memory(engine: EngineConfig, train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
@@ -224,6 +247,19 @@ def _total(processes: Sequence[Process]) -> str:
         return f"\n{_gib(free)} of memory is free on {os.cpu_count()} CPUs"
     line = f"\nhost memory {_gib(needed)} of {_gib(free)} free on {os.cpu_count()} CPUs, libraries not counted"
     return line if needed < free else f"{line}\nwarning: this does not fit"
+
+
+def _checkpoint_line(config: Config, shape: ModelShape | None) -> str:
+    section, free = config.checkpoint, free_disk(Path(config.run.dir))
+    when = f"every {section.every} steps" if section.every else "at the end" if section.at_end else "on request"
+    if shape is None:
+        return f"checkpoints {when}, {section.keep} kept; {_gib(free)} of disk is free at {config.run.dir}"
+    each, needed = checkpoint_bytes(config.train, shape), disk_bytes(config, shape)
+    line = (
+        f"checkpoints {when} of {_gib(each)} each; with those kept and one being written {_gib(needed)} of "
+        f"{_gib(free)} of disk free at {config.run.dir}"
+    )
+    return line if needed < free else f"{line}\nwarning: this does not fit; lower checkpoint.keep, or set run.dir"
 
 
 def _threads(threads: int | None) -> str:

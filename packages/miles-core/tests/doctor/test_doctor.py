@@ -5,10 +5,11 @@ import shutil
 import socket
 import sys
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 from miles_core import cli
-from miles_core.config import Config, load_config
+from miles_core.config import Config, ModelConfig, RunConfig, load_config
 from miles_core.doctor import Finding, diagnose, machine, packages, template, to_json, to_text
 from miles_rollout.engines import EngineVersionError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -59,12 +60,29 @@ def test_updates_by_disk_need_no_buckets_in_shared_memory(disk_of):
 
 
 def test_a_full_or_unwritable_disk_is_found(disk_of, tmp_path):
+    def into(directory: object) -> Config:
+        return replace(Config(), run=RunConfig(dir=str(directory)))
+
     disk_of(GIB)
-    assert levels(machine.disk(tmp_path / "runs" / "deeper")) == ["warn"]
+    assert levels(machine.disk(into(tmp_path / "runs" / "deeper"))) == ["warn"]
     disk_of(0)
-    assert levels(machine.disk(tmp_path)) == ["fail"]
-    (finding,) = machine.disk(machine.Path("/proc/runs"))
+    assert levels(machine.disk(into(tmp_path))) == ["fail"]
+    (finding,) = machine.disk(into("/proc/runs"))
     assert "/proc cannot be written to" in finding.message
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_found(disk_of, tmp_path):
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 100_000}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = replace(Config(), run=RunConfig(dir=str(tmp_path)), model=ModelConfig(path=str(tmp_path)))
+    disk_of(22 * GIB)
+    (finding,) = machine.disk(config)
+    assert finding.level == "warn"
+    assert "22.0 GiB free" in finding.message
+    assert "; checkpoints take 20.4 GiB" in finding.message
+    assert "checkpoint.keep" in finding.fix
+    disk_of(GIB)
+    assert levels(machine.disk(config)) == ["fail"]
 
 
 def test_a_port_in_use_is_found_and_named():

@@ -42,6 +42,8 @@ def warnings(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> I
         if unused:
             yield f"{', '.join(unused)}: `miles sft` starts no engines and runs no environments; these have no effect."
         return
+    if not config.checkpoint.every and not config.checkpoint.at_end:
+        yield "checkpoint.every is 0 and checkpoint.at_end is off: a run that dies starts over if nobody saves by hand."
     if config.train.minibatches > 1 and config.train.loss.clip_high >= 1:
         yield "train.minibatches is above 1 but clipping is so wide that later steps are hardly bounded."
     if ("eval", "overlap") in given and config.eval.mode == "shared":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from miles_core.config import Config, ConfigError, load_config
 
@@ -30,7 +29,7 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Fin
         "packages": lambda: packages.requirements(),
         "template": lambda: template.check(model or config.model.path, family=config.model.family),
         "shared memory": lambda: machine.shared_memory(config),
-        "disk": lambda: machine.disk(Path(config.run.dir)),
+        "disk": lambda: machine.disk(config),
         "memory": lambda: machine.memory(config),
         "ports": lambda: machine.ports(config),
         "open files": lambda: machine.open_files(config),

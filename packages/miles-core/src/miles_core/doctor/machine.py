@@ -13,7 +13,7 @@ from pathlib import Path
 from miles_rollout.engines import is_port_free
 
 from miles_core.config import Config
-from miles_core.plan import available_memory, list_processes, read_shape
+from miles_core.plan import available_memory, disk_bytes, list_processes, read_shape
 
 from .finding import Finding
 
@@ -52,8 +52,11 @@ def shared_memory(config: Config, directory: Path = SHM) -> Iterator[Finding]:
     )
 
 
-def disk(directory: Path) -> Iterator[Finding]:
+def disk(config: Config) -> Iterator[Finding]:
     """Where runs are written: trajectories, checkpoints, logs."""
+    directory = Path(config.run.dir).expanduser()
+    shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
+    needed = disk_bytes(config, shape) if shape else 0.0
     existing = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
     if not _is_writable(existing):
         yield Finding(
@@ -61,12 +64,13 @@ def disk(directory: Path) -> Iterator[Finding]:
         )
         return
     free = _free(existing)
-    message = f"{_gib(free)} free for {directory}"
-    if free >= 5 * GIB:
+    message = f"{_gib(free)} free for {directory}" + (f"; checkpoints take {_gib(needed)}" if needed else "")
+    if free >= 5 * GIB + needed:
         yield Finding(check="disk", level="ok", message=message)
     else:
-        level = "fail" if free < GIB // 2 else "warn"
-        yield Finding(check="disk", level=level, message=message, fix="free some space, or set run.dir to another disk")
+        level = "fail" if free < GIB // 2 + needed else "warn"
+        fix = "free some space, set run.dir to another disk, or lower checkpoint.keep"
+        yield Finding(check="disk", level=level, message=message, fix=fix)
 
 
 def memory(config: Config, free: int | None = None) -> Iterator[Finding]:
