@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .formats.registry import get_format
     from .formats.spec import Format, QuantizedTensor
     from .formats.swizzle import swizzle_scales, unswizzle_scales
+    from .nn.linear import QuantLinear
+    from .nn.packed import PackedLinear, load_packed
+    from .nn.prepare import prepare_model
     from .verify import GoldenRow, verify_golden
 
 __all__ = [
@@ -26,8 +29,10 @@ __all__ = [
     "FolderReport",
     "Format",
     "GoldenRow",
+    "PackedLinear",
     "PackedShard",
     "QuantError",
+    "QuantLinear",
     "QuantizedTensor",
     "Recipe",
     "compare",
@@ -35,7 +40,9 @@ __all__ = [
     "dequantize",
     "differing",
     "get_format",
+    "load_packed",
     "modelopt_config",
+    "prepare_model",
     "quantization_config",
     "quantize_shards",
     "recipe_of_config",
@@ -51,13 +58,17 @@ _MODULES = {
     "FolderReport": "checkpoints.job",
     "Format": "formats.spec",
     "GoldenRow": "verify",
+    "PackedLinear": "nn.packed",
     "PackedShard": "export.shards",
+    "QuantLinear": "nn.linear",
     "QuantizedTensor": "formats.spec",
     "compare": "checkpoints.compare",
     "convert": "checkpoints.convert",
     "dequantize": "checkpoints.dequantize",
     "differing": "export.digest",
     "get_format": "formats.registry",
+    "load_packed": "nn.packed",
+    "prepare_model": "nn.prepare",
     "quantize_shards": "export.shards",
     "swizzle_scales": "formats.swizzle",
     "unswizzle_scales": "formats.swizzle",

@@ -96,7 +96,7 @@ class TensorFile:
         flat = torch.empty(info.num_bytes, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._offsets[name])
-            view, got = memoryview(flat.numpy()), 0
+            view, got = flat.numpy().data, 0
             while got < info.num_bytes:
                 count = file.readinto(view[got:])
                 if not count:
@@ -130,7 +130,7 @@ class TensorWriter:
         info = self._infos[name]
         assert name == self._names[self.done], f"{name} written where {self._names[self.done]} was announced"
         assert (tensor.dtype, tuple(tensor.shape)) == (info.dtype, info.shape), f"{name} is not as announced"
-        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self.done += 1
 
     def __enter__(self) -> Self:

@@ -49,4 +49,4 @@ def differing(digests: Iterable[Digest], tensors: Mapping[str, torch.Tensor]) ->
 def sha256_of(tensor: torch.Tensor) -> str:
     """Of the bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
