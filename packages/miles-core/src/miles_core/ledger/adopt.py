@@ -40,13 +40,16 @@ def _adopt_from(path: Path, ledger: Ledger, awaited: Container[str]) -> int:
     adopted = 0
     try:
         for group_id, address in read_ids(path):
-            if group_id in awaited and _adopt(path.parent, address, ledger):
-                adopted += 1
+            adopted += group_id in awaited and _adopt(path.parent, address, ledger)
     except SpoolError as error:
         logger.warning("what lies behind is left out, its groups run again: %s", error)
     return adopted
 
 
 def _adopt(directory: Path, address: SpoolAddress, ledger: Ledger) -> bool:
-    ref = summarize(read_group(directory, address))
+    try:
+        ref = summarize(read_group(directory, address))
+    except SpoolError as error:
+        logger.warning("left out, its group runs again: %s", error)
+        return False
     return ledger.adopt(replace(ref, handle=None, metadata={**ref.metadata, "spool": (address.file, address.offset)}))

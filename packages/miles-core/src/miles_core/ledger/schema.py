@@ -161,8 +161,7 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
         version = _checked_version(db, path)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        for number in range(version, SCHEMA_VERSION):
-            db.executescript(f"BEGIN IMMEDIATE; {STEPS[number]} PRAGMA user_version = {number + 1}; COMMIT;")
+        _migrate(db, version)
     except sqlite3.Error as error:
         db.close()
         raise damaged(path, error) from error
@@ -176,7 +175,7 @@ def connect_readonly(path: Path) -> sqlite3.Connection:
     """The file at `path`, also while a run writes it; every read sees whole transactions.
 
     Raises:
-        LedgerError: it is absent, damaged, no ledger, or of another schema version.
+        LedgerError: it is absent, damaged, no ledger, or written by a newer Miles.
     """
     if not path.exists():
         raise LedgerError(f"There is no ledger at {path}. Name the directory of a run that was started.")
@@ -184,11 +183,12 @@ def connect_readonly(path: Path) -> sqlite3.Connection:
     alone = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
     db = _opened(path, f"file:{quote(str(path))}?{'immutable=1' if alone else 'mode=ro'}")
     try:
+        if not _objects(db):
+            raise LedgerError(f"{path} is empty: its run ended before it began.")
         version = _checked_version(db, path)
-        if version != SCHEMA_VERSION:
-            raise LedgerError(
-                f"{path} has schema {version}, this Miles reads {SCHEMA_VERSION}. `miles resume` brings it up to date."
-            )
+        if version < SCHEMA_VERSION:
+            db = _copy_in_memory(db)
+            _migrate(db, version)
         db.execute("PRAGMA query_only = ON")
     except sqlite3.Error as error:
         db.close()
@@ -224,6 +224,20 @@ def _opened(path: Path, uri: str) -> sqlite3.Connection:
         return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30.0, check_same_thread=False)
     except sqlite3.Error as error:
         raise LedgerError(f"{path} cannot be opened: {error}.") from error
+
+
+def _migrate(db: sqlite3.Connection, version: int) -> None:
+    """Each step with its number in one transaction: a process that dies in between leaves a whole older schema."""
+    for number in range(version, SCHEMA_VERSION):
+        db.executescript(f"BEGIN IMMEDIATE; {STEPS[number]} PRAGMA user_version = {number + 1}; COMMIT;")
+
+
+def _copy_in_memory(db: sqlite3.Connection) -> sqlite3.Connection:
+    """An older file that a reader needs in the present schema, and must not change."""
+    copy = sqlite3.connect(":memory:", isolation_level=None)
+    db.backup(copy)
+    db.close()
+    return copy
 
 
 def _objects(db: sqlite3.Connection) -> int:

@@ -21,6 +21,9 @@ _FINAL = ", ".join(f"'{fate}'" for fate in Fate if fate.is_final)
 
 def verify(db: sqlite3.Connection) -> list[str]:
     """What contradicts what; empty when every invariant holds."""
+    (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if state != "ok":
+        return [f"The file is damaged: {' '.join(state.split())}."]
     checks: tuple[Callable[[sqlite3.Connection], Iterator[str]], ...] = (
         _every_group_has_one_fate,
         _every_group_is_trained_once,

@@ -22,7 +22,6 @@ from miles_tito.summary import EpisodeSummary, GroupRef
 
 from . import queries
 from .errors import LedgerError
-from .lock import OneWriter
 from .records import Limits, OpenGroup, PendingRetry
 from .schema import connect
 from .transactions import Transactions
@@ -37,9 +36,8 @@ class Ledger(Transactions):
     After a write error (a full disk) every further call raises it: nothing is recorded behind a hole.
     """
 
-    def __init__(self, db: sqlite3.Connection, *, path: Path, lock: OneWriter, clock: Callable[[], float]) -> None:
+    def __init__(self, db: sqlite3.Connection, *, path: Path, clock: Callable[[], float]) -> None:
         super().__init__(db, path=path)
-        self._lock = lock
         self._clock = clock
         self._start: int | None = None
         self._has_begun = False
@@ -53,20 +51,15 @@ class Ledger(Transactions):
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False, clock: Callable[[], float] = time.time) -> Ledger:
-        """The ledger at `path`, held against a second writer; an older schema is brought up to date.
+        """The ledger at `path`; an older schema is brought up to date. That one process writes, the run's lock sees to.
 
         Raises:
-            LedgerError: it is absent (without `create`), in use, damaged, or written by a newer Miles.
+            LedgerError: it is absent (without `create`), damaged, or written by a newer Miles.
         """
-        lock = OneWriter(path)
-        try:
-            ledger = cls(connect(path, create=create), path=path, lock=lock, clock=clock)
-            with ledger._reading() as db:
-                ledger._numbers = queries.open_numbers(db)
-                ledger._segments = dict(db.execute("SELECT file, segment FROM segments"))
-        except BaseException:
-            lock.release()
-            raise
+        ledger = cls(connect(path, create=create), path=path, clock=clock)
+        with ledger._reading() as db:
+            ledger._numbers = queries.open_numbers(db)
+            ledger._segments = dict(db.execute("SELECT file, segment FROM segments"))
         return ledger
 
     # ---- starts and rewinds
@@ -311,7 +304,6 @@ class Ledger(Transactions):
                 self.flush()
         finally:
             self._db.close()
-            self._lock.release()
 
     # ---- helpers
 
@@ -331,7 +323,7 @@ class Ledger(Transactions):
         with self._reading() as db:
             last, last_step, returned = queries.last_start_row(db)
             newest = queries.last_version(db)
-        if self._begun_after == self._num_writes and last_step == from_step:
+        if self._begun_after == self._num_writes and (last_step or 0) == (from_step or 0):
             return returned
         if from_step is None and last is not None:
             raise LedgerError(
