@@ -5,6 +5,7 @@ import struct
 
 import pytest
 from miles_core.config import Config, load_config
+from miles_core.importing import ImportStringError
 from miles_core.plan import engine_memory, list_processes, make_plan, read_shape, trainer_memory
 from miles_rollout.engines import EngineConfig
 from miles_train.config import LossConfig, TrainConfig
@@ -83,6 +84,18 @@ def test_every_process_of_a_run_is_listed():
         "driver, Ray": 1,
     }
     assert [p.name for p in list_processes(Config(), "sft", None)] == ["trainer rank", "driver, Ray"]
+
+
+def test_an_evaluation_beside_training_has_processes_of_its_own():
+    words = ["--eval.mode", "dedicated", "--engines.rollout.count", "1", "--engines.judge.role", "eval"]
+    listed = [f"{p.count} {p.name} {p.note}" for p in list_processes(load_config(words).config, "rl", None)]
+    assert "1 session server of the evaluation" in listed
+    assert "1 worker of the evaluation" in listed
+    words = ["--eval.mode", "external", "--eval.external", "no_such_module:score"]
+    config = load_config(words).config
+    assert "evaluation" in [p.name for p in list_processes(config, "rl", None)]
+    with pytest.raises(ImportStringError, match=r"eval\.external"):
+        make_plan(config, "rl")
 
 
 def test_the_plan_says_what_does_not_fit(model, monkeypatch):

@@ -19,6 +19,7 @@ from miles_rollout.engines import EngineConfig, resolve_device
 from miles_train.config import TrainConfig
 
 from .config.schema import Config
+from .evaluation.config import is_import_string
 from .importing import load
 
 GIB = 2**30
@@ -80,6 +81,7 @@ def resolve_imports(config: Config) -> None:
         "sft.data": config.sft.data,
         "rollout.advantage": config.rollout.advantage,
         "rollout.filter": config.rollout.filter,
+        "eval.external": config.eval.external if is_import_string(config.eval.external or "") else None,
         "rollout.put_policy": config.rollout.put_policy,
         "rollout.take_policy": config.rollout.take_policy,
         "train.loss.kind": config.train.loss.kind,
@@ -137,7 +139,21 @@ def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape
         note=f"{config.rollout.max_concurrent_episodes} episodes at once over all",
         parts={},
     )
-    return [trainer, *engines, *routers, sessions, workers, driver]
+    return [trainer, *engines, *routers, sessions, workers, *_evaluation(config), driver]
+
+
+def _evaluation(config: Config) -> list[Process]:
+    """What evaluation has of its own, its engines aside."""
+    match config.eval.mode if config.eval.enabled else "shared":
+        case "dedicated":
+            return [
+                Process(name="session server", count=1, device="cpu", note="of the evaluation", parts={}),
+                Process(name="worker", count=1, device="cpu", note="of the evaluation", parts={}),
+            ]
+        case "external":
+            return [Process(name="evaluation", count=1, device="cpu", note="while one runs", parts={})]
+        case "shared":
+            return []
 
 
 def trainer_memory(train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
