@@ -317,6 +317,25 @@ def test_a_ledger_that_is_not_there_is_not_made_by_opening(tmp_path: Path) -> No
         Ledger.open(tmp_path / "ledger.db")
 
 
+def test_scores_are_those_of_weights_that_the_run_stands_on(ledger: Ledger) -> None:
+    def evaluated(version: int, **by_dataset: float | None) -> None:
+        for dataset, score in by_dataset.items():
+            ledger.evaluated(dataset, version=version, logged_version=version, score=score, reason="")
+
+    for version in (1, 2, 3):
+        train(ledger, version=version)
+    ledger.commit(2, "step-000002")
+    evaluated(0, easy=1.0, hard=0.5)
+    evaluated(2, easy=1.0, hard=None)
+    ledger.evaluated("*", version=3, logged_version=3, score=None, reason="timed out")
+    evaluated(3, easy=0.8, hard=0.4)
+    assert ledger.scores() == {0: 0.75, 2: None, 3: pytest.approx(0.6)}
+    ledger.rewind(2)
+    assert ledger.scores() == {0: 0.75, 2: None}, "step 3 is gone"
+    evaluated(2, easy=0.5, hard=0.3)
+    assert ledger.scores() == {0: 0.75, 2: pytest.approx(0.4)}
+
+
 def test_happenings_and_evaluations_are_kept(ledger: Ledger) -> None:
     ledger.event("engine", "rollout-1", "died: exit status -9", version=4)
     ledger.evaluated("heldout", version=0, logged_version=1, score=0.5, seconds=3.0, metrics={"pass@2": 0.7})

@@ -78,6 +78,26 @@ def pending_retries(db: sqlite3.Connection) -> list[PendingRetry]:
     return [PendingRetry(prompt_id=prompt_id, retry_of=group) for prompt_id, group in rows]
 
 
+def scores(db: sqlite3.Connection) -> dict[int, float | None]:
+    """Mean score over the datasets of each evaluated version that the run still stands on; None where one is missing.
+
+    Of several evaluations of one version the last counts, and weights that a start went back behind count no more.
+    """
+    went_back = rewinds(db)
+    found: dict[int, dict[str, float | None]] = {}
+    for version, dataset, score, start in db.execute(
+        "SELECT version, dataset, score, start FROM evaluations ORDER BY evaluation"
+    ):
+        if all(later <= start or step >= version for later, step in went_back):
+            found.setdefault(version, {})[dataset] = score
+    means: dict[int, float | None] = {}
+    for version, by_dataset in sorted(found.items()):
+        named = [score for name, score in by_dataset.items() if name != "*"]  # `*` was skipped as a whole
+        has_all = bool(named) and None not in named
+        means[version] = sum(score for score in named if score is not None) / len(named) if has_all else None
+    return means
+
+
 def fate(db: sqlite3.Connection, name: str) -> str | None:
     row = db.execute("SELECT fate FROM groups WHERE group_id = ?", (name,)).fetchone()
     return row[0] if row else None

@@ -278,6 +278,11 @@ class Ledger(Transactions):
         with self._reading() as db:
             return queries.drawn(db)
 
+    def scores(self) -> dict[int, float | None]:
+        """Mean score of each evaluated version; None for one without."""
+        with self._reading() as db:
+            return queries.scores(db)
+
     def pending_retries(self) -> list[PendingRetry]:
         """Prompts of discarded groups that are to run again, oldest first."""
         with self._reading() as db:
