@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .server import create_app
     from .session import Session
     from .tokenizer import Tokenizer, load_tokenizer
+    from .verification import Report, verify
 
 _LAZY = {
     "Finding": "probe",
@@ -55,7 +56,9 @@ _LAZY = {
     "Tokenizer": "tokenizer",
     "create_app": "server",
     "load_tokenizer": "tokenizer",
+    "Report": "verification",
     "probe_template": "probe",
+    "verify": "verification",
 }
 """Names whose modules load more than records need."""
 
@@ -86,6 +89,7 @@ __all__ = [
     "Policy",
     "Prompt",
     "RecordError",
+    "Report",
     "RequestError",
     "SGLangEngine",
     "Sample",
@@ -107,4 +111,5 @@ __all__ = [
     "probe_template",
     "summarize",
     "to_samples",
+    "verify",
 ]

@@ -14,6 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = _parser().parse_args(argv)
     try:
+        if args.command == "verify":
+            return _verify(args)
         asyncio.run(_serve(args))
     except (MilesError, OSError) as error:  # OSError: the port is taken, or the host is not ours
         print(f"miles-tito: {error}", file=sys.stderr)
@@ -40,7 +42,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--engine-api-key")
     serve.add_argument("--idle-timeout-s", type=float, default=3600.0, help="forget a session unused for this long")
     serve.add_argument("--state-dir", help="folder where sessions outlive this server; none: they end with it")
+    verify = commands.add_parser(
+        "verify", help="prove exact joins for a tokenizer folder, or name the case that breaks"
+    )
+    verify.add_argument("--tokenizer", required=True, help="folder with tokenizer.json and the chat template")
+    verify.add_argument("--family", default="auto", help="model family; auto reads it off the template (default)")
+    verify.add_argument("--seed", type=int, default=0, help="of the random conversations (default: 0)")
+    verify.add_argument("--conversations", type=int, default=200, help="random ones to play (default: 200)")
+    verify.add_argument("--json", action="store_true", help="every case as JSON instead of a table")
     return parser
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .verification import verify
+
+    report = verify(args.tokenizer, family=args.family, seed=args.seed, conversations=args.conversations)
+    print(report.as_json().decode() if args.json else report.table())
+    return 0 if report.ok else 1
 
 
 async def _serve(args: argparse.Namespace) -> None:

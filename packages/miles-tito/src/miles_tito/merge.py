@@ -70,7 +70,8 @@ class Joiner:
         stops = {i for token in family.ends if (i := tokenizer.token_id(token)) is not None}
         self.stop_ids = tuple(sorted({*stops, *tokenizer.eos_ids}))
         """Ids that end a turn, for the engine."""
-        self._ends = stops if self.close_id is None else {*stops, self.close_id}
+        self.end_ids = tuple(sorted(stops if self.close_id is None else {*stops, self.close_id}))
+        """Ids behind which a turn needs no close token."""
         self._reply = f"qz{secrets.randbelow(10**24):024d}zq"  # no message can hold it
 
     def start(self, messages: Sequence[Message], setting: Setting) -> np.ndarray:
@@ -98,7 +99,7 @@ class Joiner:
         text = self._after_reply(messages, setting, tools, reply)
         # Encoded behind the real close token: some tokens swallow the whitespace that follows them.
         ids = self.tokenizer.encode_guarded(text)
-        if last is None or last not in self._ends:
+        if last is None or last not in self.end_ids:
             return ids
         ids = ids if self.close_id is None else ids[1:]
         return ids[1:] if last == ids[0] else ids  # the template writes it as well
@@ -122,6 +123,35 @@ class Joiner:
         """Guarded text of a whole conversation, for `Tokenizer.encode_guarded`."""
         setting = setting or Setting()
         return self._render(self._arrange(messages), setting, setting.tools, generation_prompt=generation_prompt)
+
+    def encode_reply(self, message: Message, setting: Setting) -> np.ndarray:
+        """[N] int32 ids of one assistant turn as the template writes it, from behind its opening to its close token.
+
+        Raises:
+            TemplateError: the template writes no such turn.
+        """
+        opening = self.render([_USER], setting)
+        whole = self.render([_USER, message], setting, generation_prompt=False)
+        body = whole[len(opening) :] if whole.startswith(opening) else self._behind_reasoning(opening, whole)
+        ends = (self.family.close, *self.family.stops) if self.family.close else ()
+        at, end = max(((body.rfind(end), end) for end in ends), default=(len(body), ""))
+        if at < 0 or not body:
+            raise TemplateError(
+                f"The chat template of {self.tokenizer.name} does not write an assistant turn as its opening, the text "
+                f"and {' or '.join(map(repr, self.turn_ends))}; it writes {whole[-60:]!r}."
+            )
+        return self.tokenizer.encode_guarded(body[:at] + end)
+
+    def _behind_reasoning(self, opening: str, whole: str) -> str:
+        """What `whole` writes behind an opening that ends with a reasoning mark, where it has another or none."""
+        if self.family.reasoning is None:
+            return ""
+        mark, end = self.family.reasoning
+        before, found, _ = opening.rpartition(mark)
+        if not found or not whole.startswith(before):
+            return ""
+        body = whole[len(before) :]
+        return body.removeprefix(mark).lstrip() if body.startswith(mark) else f"{end}\n\n{body}"
 
     def opens_reasoning(self, prompt_ids: np.ndarray) -> bool:
         """Whether a prompt ends inside a reasoning mark, so that the turn sampled behind it starts there."""

@@ -32,6 +32,8 @@ class Finding:
     case: str
     level: Level
     message: str
+    group: str = "chat template"
+    """What kind of case it is."""
 
 
 def said(role: str, content: str) -> Message:
@@ -216,12 +218,12 @@ def check_join(
     if not np.array_equal(alone, joiner.tokenizer.encode_guarded(rest)):
         return f"the text appended is not written alike in context: {rest[:80]!r}."
     text = joiner.tokenizer.decode(alone)
-    lost = [m["role"] for m in appended if not any(form in text for form in _forms(m["content"]))]
+    lost = [m["role"] for m in appended if not any(form in text for form in message_forms(m["content"]))]
     return f"the template drops messages of role {', '.join(lost)} behind a reply." if lost else None
 
 
-def _forms(content: str) -> tuple[str, str]:
-    """How a template may write a message: as it is, or as JSON text."""
+def message_forms(content: str) -> tuple[str, str]:
+    """How a template may write a message's text: as it is, or as JSON."""
     return content.strip(), json.dumps(content.strip(), ensure_ascii=False)[1:-1]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .errors import SampleError, TemplateError
+from .errors import SampleError
 from .merge import Joiner, Setting
 from .messages import normalize
 from .records import UNKNOWN_VERSION, Message, Trajectory, VersionSpan
@@ -39,7 +39,7 @@ def supervised_trajectory(
     pieces = [joiner.start(messages[: turns[0]], setting)]
     mask = [np.zeros(len(pieces[0]), np.bool_)]
     for index, end in zip(turns, [*turns[1:], None], strict=True):
-        reply = _reply(joiner, messages[index], setting)
+        reply = joiner.encode_reply(messages[index], setting)
         pieces.append(reply)
         mask.append(np.ones(len(reply), np.bool_))
         if end is not None:
@@ -56,19 +56,3 @@ def supervised_trajectory(
         logprobs=np.zeros(len(tokens), np.float32),
         versions=(VersionSpan(start=0, end=len(tokens), version=UNKNOWN_VERSION),),
     )
-
-
-def _reply(joiner: Joiner, message: Message, setting: Setting) -> np.ndarray:
-    """[N] int32 ids of one assistant turn, from behind its opening to its close token."""
-    user: list[Message] = [{"role": "user", "content": "q"}]
-    opening = joiner.render(user, setting)
-    whole = joiner.render([*user, message], setting, generation_prompt=False)
-    body = whole[len(opening) :]
-    ends = (joiner.family.close, *joiner.family.stops) if joiner.family.close else ()
-    at, end = max(((body.rfind(end), end) for end in ends), default=(len(body), ""))
-    if not whole.startswith(opening) or at < 0:
-        raise TemplateError(
-            f"The chat template of {joiner.tokenizer.name} does not write an assistant turn as its opening, the text "
-            f"and {joiner.family.close!r}; it writes {whole[-60:]!r}."
-        )
-    return joiner.tokenizer.encode_guarded(body[:at] + end)

@@ -156,6 +156,26 @@ class Tokenizer:
             start = int(index) + 1
         return np.concatenate([*pieces, ids[start:]])
 
+    def has_control_text(self, text: str) -> bool:
+        """Whether a control token is spelled out in `text`."""
+        return self._any_control.search(text) is not None
+
+    def without_control_text(self, text: str) -> str:
+        """`text` with a dash for each control token spelled out in it."""
+        return self._any_control.sub("-", text)
+
+    def some_control_text(self) -> str:
+        """A few control tokens as text."""
+        return " ".join(self.token_text(i) for i in sorted(self.control_ids)[:40])
+
+    def spelled_out(self, token_id: int) -> np.ndarray | None:
+        """[N] int32 ids with the same text as an ordinary token, other than it; None where there are none."""
+        text = self.token_text(token_id)
+        if text in self._added or len(text) < 2:
+            return None
+        parts = [self._backend.token_to_id(character) for character in text]
+        return None if None in parts else np.asarray(parts, np.int32)
+
     def guard(self, value: Any, *, everything: bool = False) -> Any:
         """`value` (text, or lists and maps of it) with each literal control token replaced by its stand-in.
 

@@ -31,7 +31,8 @@ TEMPLATE = (
         {{- '\n\n' if not loop.first and loop.previtem.role in ('user', 'tool') else '<｜User｜>' -}}
         {{- '<tool_result>' ~ message.content ~ '</tool_result>' if message.role == 'tool' else message.content -}}
         {%- if loop.last or loop.nextitem.role not in ('user', 'tool') -%}
-            {%- set keeps = thinks if loop.index0 == ns.last else (thinks or loop.nextitem.reasoning_content) and tools -%}
+            {%- set thought = thinks or (not loop.last and loop.nextitem.reasoning_content) -%}
+            {%- set keeps = thinks if loop.index0 == ns.last else thought and tools -%}
             {{- '<｜Assistant｜>' ~ ('<think>' if keeps else '</think>') -}}
             {%- set ns.open = keeps -%}
         {%- endif -%}
