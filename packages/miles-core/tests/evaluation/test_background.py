@@ -157,6 +157,7 @@ def test_a_run_that_goes_back_gives_up_the_evaluation_of_weights_that_are_gone(t
         assert told.reasons() == ["the run went back to step 2"]
         await evaluator.begin(3)
         await evaluator.rewind(3)
+        await evaluator.begin(3)
         await evaluator.drain()
         assert [step for step, _ in told.late] == [3], "its weights are still there"
 

@@ -77,7 +77,10 @@ class BackgroundEvaluator:
 
     async def begin(self, step: int) -> dict[str, float]:
         began = time.time()
-        if self._overlap == "skip" and self._running is not None and not self._running.done():
+        is_running = self._running is not None and not self._running.done()
+        if is_running and self._step == step:  # the trainer went back to weights that are being evaluated
+            return {}
+        if is_running and self._overlap == "skip":
             reason = f"the evaluation of step {self._step} still runs"
             return self._log.skipped(step, reason, began=began).metrics()
         await self.drain()

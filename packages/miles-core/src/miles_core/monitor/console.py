@@ -59,8 +59,9 @@ class ConsoleMonitor:
         self._progress.update(TaskID(0), completed=step, left=f"{format_seconds(left)} left")
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = plain_row(step, self._total, metrics, math.nan)
-        self._console.print(f"{row} | {metrics.get('eval/lag_steps', 0):.0f} steps later", soft_wrap=True)
+        lag = metrics.get("eval/lag_steps", 0)
+        later = f" | {lag:.0f} steps later" if lag else ""
+        self._console.print(plain_row(step, self._total, metrics, math.nan) + later, soft_wrap=True)
 
     def rewind(self, step: int) -> None:
         self._eta.restart()
