@@ -16,14 +16,13 @@ from typing import Any
 
 from miles_rollout.fates import Fate
 from miles_rollout.prompts import PromptStream
-from miles_tito.records import Group, Prompt
+from miles_tito.records import Prompt
 
 from miles_core.config import Config
 from miles_core.rundir import RunDir
-from miles_core.spool import SpoolAddress, read_group
 
 from .record import Record, WeightTree
-from .trainers import TrainerState, read_state, sampled_by
+from .trainers import TrainerState, read_state
 
 FINAL = frozenset(fate.value for fate in Fate if fate.is_final)
 
@@ -239,26 +238,26 @@ def _prompts_come_in_order(run: Evidence) -> Iterator[Problem]:
 
 
 def _nothing_is_lost_to_its_length(run: Evidence) -> Iterator[Problem]:
-    """With `stragglers = "wait"` no age discards anything, and what is left at the end could still be trained.
+    """With `stragglers = "wait"` no prompt is lost to the age of its group, which is the age of its longest episode.
 
-    So a synchronous run trains exactly the beginning of the stream, as without a crash, whatever takes how long.
+    What a rewind has made too old runs again. A synchronous run trains exactly the beginning of the stream, as if it
+    had never been interrupted, whatever takes how long.
     """
-    limit = run.config.rollout.max_staleness
-    if run.config.rollout.stragglers != "wait":
+    rollout = run.config.rollout
+    if rollout.stragglers != "wait":
         return
-    for group, fate in run.fates.items():
-        if fate == Fate.STALE:
-            yield Problem(text=f"Group {group} was discarded for its age.", group=group)
-    left = run.rows("SELECT group_id, file, offset FROM groups JOIN segments USING (segment) WHERE fate = 'aborted'")
-    for group, file, offset in left:
-        for node in _nodes(read_group(run.run_dir.trajectories, SpoolAddress(file=file, offset=offset))):
-            age = run.weights.distance(node, run.final.node)
-            if age > limit:
-                yield Problem(text=f"Group {group} was left behind until it was {age} steps old.", group=group)
-
-
-def _nodes(group: Group) -> set[int]:
-    return {node for e in group.episodes for t in e.trajectories for node in sampled_by(t)}
+    issued = run.rows("SELECT group_id, prompt_id, fate, is_retry_due, retry_of FROM groups ORDER BY number")
+    again = {retry_of for *_, retry_of in issued}
+    for group, _, fate, is_due, _ in issued:
+        if fate == Fate.STALE and not is_due and group not in again:
+            yield Problem(text=f"Group {group} was discarded for its age, and its prompt with it.", group=group)
+    if rollout.max_staleness:
+        return
+    lost = {Fate.FILTERED, Fate.FAILED}
+    first = [prompt for _, prompt, fate, _, retry_of in issued if retry_of is None and fate not in lost]
+    due = Counter(first[: run.config.run.steps * rollout.groups_per_step])
+    if due != Counter(prompt for _, _, prompt in run.final.groups):
+        yield Problem(text=f"A run without faults trains {sorted(due.elements())}, this one {sorted(p for *_, p in run.final.groups)}.")
 
 
 def _metrics_have_one_row_a_step(run: Evidence) -> Iterator[Problem]:

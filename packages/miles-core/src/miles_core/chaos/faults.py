@@ -61,7 +61,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "env_stays": Kind("an environment hangs and swallows its cancellation", 50, 1),
         "env_slow": Kind("an environment is slow", 50, 2),
         "verifier_fails": Kind("a reward fails", 50, 1),
-        "worker_dies": Kind("a worker dies while it runs groups", 25, 2, "WorkerDied"),
+        "worker_dies": Kind("a worker dies while it runs groups", 25, 2),
     }
 )
 """Everything that can go wrong."""
@@ -69,19 +69,20 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 MOST_STARTS = 4
 
 
-def draw_faults(seed: int, *, scale: float = 1.0) -> tuple[Fault, ...]:
+def draw_faults(seed: int, occasions: Mapping[str, int] | None = None) -> tuple[Fault, ...]:
     """The faults of `seed`: a few of any kind in each of the first starts, and none in those that follow.
 
     Args:
-        scale: how large the run is, against the small one that the occasions of `KINDS` were counted in.
+        occasions: how many of each kind a run without faults has, where it is not the small one of `KINDS`.
     """
     dice = random.Random(f"chaos/{seed}")
-    names = [*KINDS]
+    occasions = occasions or {name: kind.occasions for name, kind in KINDS.items()}
+    names = [name for name in KINDS if occasions.get(name)]
     weights = [KINDS[name].weight for name in names]
     faults: dict[tuple[str, int, int], Fault] = {}
     for start in range(dice.randint(1, MOST_STARTS)):
         for kind in dice.choices(names, weights, k=dice.randint(1, 4)):
-            most = max(1, round(KINDS[kind].occasions * scale))
+            most = occasions[kind]
             nth = dice.randint(1, most if dice.random() < 0.8 else max(1, most // 8))  # beginnings are worth a look
             faults[kind, start, nth] = Fault(kind=kind, start=start, nth=nth)
     return tuple(sorted(faults.values(), key=lambda fault: (fault.start, fault.kind, fault.nth)))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_tito.errors import MilesError
+
 from miles_core.config import Config
+from miles_core.ledger import why
 from miles_core.rl import MAX_TRAINER_RESTARTS
 
 from .check import Evidence, Problem, check
@@ -29,10 +32,12 @@ class Verdict:
 
     seed: int
     faults: tuple[Fault, ...]
-    happened: tuple[str, ...]
-    """Kinds of the faults that the run came to."""
+    happened: tuple[Fault, ...]
+    """Those of the faults that the run came to."""
     starts: int
     events: int
+    occasions: Mapping[str, int]
+    """For faults, of each kind, in the first start."""
     problems: tuple[Problem, ...]
     story: str = ""
     """What the ledger tells of the group that the first problem shows in."""
@@ -80,7 +85,7 @@ def _play(seed: int, config: Config, faults: Sequence[Fault], root: Path, plant:
     )
     if not problems:
         problems = check(evidence)
-    happened = tuple(f"{f['kind']} in start {f['start']} at {f['nth']}" for _, f in record.entries("fault"))
+    happened = tuple(Fault(**fields) for _, fields in record.entries("fault"))
     record.close()
     return Verdict(
         seed=seed,
@@ -88,6 +93,7 @@ def _play(seed: int, config: Config, faults: Sequence[Fault], root: Path, plant:
         happened=happened,
         starts=len(ends),
         events=sum(end.events for end in ends),
+        occasions=ends[0].occasions,
         problems=tuple(problems),
         story=_story(evidence, problems) or next((end.trace for end in ends if end.trace), ""),
     )
@@ -107,28 +113,28 @@ def _of_end(ended: Ended, start: int, record: Record) -> list[Problem]:
     """What is wrong with how a start ended; a fault may end one, and nothing else may."""
     problems = [Problem(text=f"Start {start}: {text}") for text in ended.problems]
     if ended.end == "failed":
-        kinds = [fields["kind"] for _, fields in record.entries("fault") if fields["start"] == start]
-        if not _explains(kinds, ended.error):
+        faults = [fault for _, fields in record.entries("fault") if (fault := Fault(**fields)).start == start]
+        if not _explains(faults, ended.error):
             problems.insert(0, Problem(text=f"Start {start} ended by itself: {ended.error}"))
     return problems
 
 
-def _explains(kinds: Sequence[str], error: str) -> bool:
-    """Whether faults of these kinds may end a start with this error."""
+def _explains(faults: Sequence[Fault], error: str) -> bool:
+    """Whether these faults of one start may end it with this error."""
     name = error.split(":")[0]
-    return any(KINDS[kind].ends_with in (name, "*") for kind in kinds if KINDS[kind].ends_with) or (
-        name == "TrainerLost" and sum(kind.startswith("trainer_lost") for kind in kinds) > MAX_TRAINER_RESTARTS
-    )
+    if name == "TrainerLost":
+        lost = [fault for fault in faults if fault.kind.startswith("trainer_lost")]
+        is_in_a_row = len(lost) > MAX_TRAINER_RESTARTS
+        return is_in_a_row or any(fault.nth == 1 for fault in lost)  # before there was anything to go on from
+    return any(KINDS[fault.kind].ends_with == name for fault in faults)
 
 
 def _story(run: Evidence, problems: Sequence[Problem]) -> str:
+    """What became of the group that a problem shows in, in the words of `miles why`."""
     group = next((problem.group for problem in problems if problem.group is not None), None)
     if group is None or not run.run_dir.ledger.exists():
         return ""
-    return "\n".join(
-        f"  {what}{f' ({reason})' if reason else ''} at version {version} in start {start}"
-        for what, reason, version, start in run.rows(
-            "SELECT what, changes.reason, version, start FROM changes JOIN groups USING (number) "
-            f"WHERE group_id = '{group}' ORDER BY change"
-        )
-    )
+    try:
+        return why(run.run_dir.ledger, group)
+    except MilesError as error:
+        return str(error)

@@ -10,17 +10,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_tito.errors import MilesError
-
+from miles_core import rl
 from miles_core.config import Config
 from miles_core.errors import cause
 from miles_core.monitor import build_monitor
-from miles_core.rl import RLRun
 from miles_core.rundir import RunDir
 
 from .clock import StuckError, VirtualLoop, run
@@ -35,6 +33,8 @@ PATIENCE_S = 20_000.0
 STOP_S = 60.0
 """Virtual seconds in which an interrupted run has to end."""
 DISK_S = 0.05
+MOMENTS = ("kill", "interrupt")
+"""Kinds of faults whose occasions are events of the loop."""
 WALL_S = 60
 """Seconds of the machine's own time after which a start is stuck inside one event."""
 
@@ -51,6 +51,8 @@ class Ended:
     error: str = ""
     trace: str = ""
     events: int = 0
+    occasions: Mapping[str, int] = field(default_factory=dict[str, int])
+    """For faults, of each kind."""
     problems: tuple[str, ...] = ()
     """What was wrong although it ended well."""
 
@@ -94,6 +96,7 @@ def _play(
     if start == 0:
         record.new_weights(parent=-1, version=0)
     Disk(world, run_dir=str(run_dir.path)).install()
+    rl.environment = dict[str, Any]  # what is installed here takes longer to read than all the rest
     if plant is not None:
         plant()
     errors: list[str] = []
@@ -112,6 +115,7 @@ def _play(
         error="" if error is None else f"{type(error).__name__}: {error}",
         trace="" if error is None else "".join(traceback.format_exception(error)),
         events=loop.events,
+        occasions={**world.occasions, **dict.fromkeys(MOMENTS, loop.events)},
         problems=tuple(errors),
     )
 
@@ -124,7 +128,7 @@ def _run(
         assert task is not None
         world.main = task
         monitor = build_monitor(config.monitor, run_dir=run_dir.path, total_steps=config.run.steps)
-        await RLRun(config, run_dir=run_dir, monitor=monitor, parts=parts).run()
+        await rl.RLRun(config, run_dir=run_dir, monitor=monitor, parts=parts).run()
 
     try:
         run(main(), loop)
@@ -139,7 +143,7 @@ def _run(
 
 def _moments(world: World, faults: Sequence[Fault]) -> Callable[[int], None]:
     """What happens between two events, by the number of the second."""
-    due = {f.nth: f.kind for f in faults if f.start == world.start and f.kind in ("kill", "interrupt")}
+    due = {f.nth: f.kind for f in faults if f.start == world.start and f.kind in MOMENTS}
 
     def on_event(number: int) -> None:
         kind = due.get(number)

@@ -16,6 +16,7 @@ from typing import Any
 from miles_tito.records import Group, Trajectory
 from miles_tito.summary import GroupRef
 from miles_train.config import TrainConfig
+from miles_train.errors import CheckpointError
 from miles_weightsync.config import PushConfig
 
 from miles_core.batching import AdvantagesByEpisode, RankWork
@@ -193,6 +194,8 @@ class _Ranks:
         except asyncio.CancelledError:
             if self._is_alive:
                 raise
+        except OSError as error:
+            raise CheckpointError(f"{error}; free space, then resume the run.") from error
         _progress()
 
     async def _export(self, path: Path) -> None:

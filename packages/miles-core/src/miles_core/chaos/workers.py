@@ -1,22 +1,26 @@
-"""Rollout workers in this process: the real ones, with scripted sessions and a scripted task."""
+"""Rollout workers in this process: the real ones, with scripted sessions and a scripted task. They can die."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from pathlib import Path
 
-from miles_rollout.dispatch import LeastBusy
+from miles_rollout.dispatch import LeastBusy, RunGroup
 from miles_rollout.worker import Worker
 from miles_tito.errors import MilesError
 from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef
 
+from miles_core.cluster.workers import MAX_LOSSES
 from miles_core.config import Config
 from miles_core.rundir import RunDir
-from miles_core.workers import RolloutWorker
+from miles_core.workers import RolloutWorker, lost_group
 
 from .environment import ScriptedEnv
 from .sessions import ScriptedSessions
 from .world import World
+
+RESPAWN_S = 5.0
 
 
 class WorkerDied(MilesError, RuntimeError):
@@ -24,47 +28,32 @@ class WorkerDied(MilesError, RuntimeError):
 
 
 class ScriptedWorkers:
-    """Implements `miles_core.parts.Workers`."""
+    """Implements `miles_core.parts.Workers`; a group that loses its worker runs again on another, as in a cluster."""
 
     def __init__(self, world: World, config: Config, *, run_dir: RunDir, env: ScriptedEnv) -> None:
-        self._world = world
-        self._config = config
-        self._run_dir = run_dir
         self._env = env
-        self._workers: list[_InProcess] = []
-        self.run_group = self.run_unspooled = LeastBusy([self._nobody])
+        self._slots = [_Slot(world, config, index, run_dir=run_dir, env=env) for index in range(config.workers.count)]
+        self.run_group: RunGroup = LeastBusy([_Remote(slot, world, spool=True) for slot in self._slots])
+        self.run_unspooled: RunGroup = self.evaluate_into(None)
+
+    def evaluate_into(self, folder: Path | None) -> RunGroup:
+        return LeastBusy([_Remote(slot, slot.world, spool=False) for slot in self._slots])
 
     async def open(self) -> None:
-        count = self._config.workers.count
-        self._workers = [
-            _InProcess(
-                name=f"worker-{index}",
-                env=self._env,
-                config=self._config.rollout,
-                num_workers=count,
-                run_id="chaos",
-                trajectories=self._run_dir.trajectories,
-                store=lambda group: group,
-            )
-            for index in range(count)
-        ]
+        for slot in self._slots:
+            slot.open()
 
     async def connect(self, sessions: ScriptedSessions) -> None:
         self._env.sessions = sessions
-        for worker in self._workers:
-            worker.use(sessions)
-        self.run_group = LeastBusy([_Remote(worker, self._world, spool=True) for worker in self._workers])
-        self.run_unspooled = LeastBusy([_Remote(worker, self._world, spool=False) for worker in self._workers])
+        for slot in self._slots:
+            slot.connect(sessions)
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
-        return self._workers[0].prompts(split, limit)
+        return self._slots[0].process.worker.prompts(split, limit)
 
     async def stop(self) -> None:
-        for worker in self._workers:
-            await worker.stop()
-
-    async def _nobody(self, *_: Any, **__: Any) -> GroupRef:
-        raise AssertionError("the workers are connected before they run anything")
+        for slot in self._slots:
+            await slot.process.worker.stop()
 
 
 class _InProcess(RolloutWorker):
@@ -76,22 +65,98 @@ class _InProcess(RolloutWorker):
         )
 
 
-class _Remote:
-    """A worker as the producer sees it; its process may be gone."""
+class _Process:
+    """What dies with a worker: everything that it runs."""
 
-    def __init__(self, worker: RolloutWorker, world: World, *, spool: bool) -> None:
-        self._worker = worker
+    def __init__(self, worker: _InProcess) -> None:
+        self.worker = worker
+        self.died = asyncio.Event()
+
+
+class _Slot:
+    """The place of one worker, whatever becomes of its process."""
+
+    def __init__(self, world: World, config: Config, index: int, *, run_dir: RunDir, env: ScriptedEnv) -> None:
+        self.world = world
+        self.retries = config.rollout.retries
+        self._config = config
+        self._index = index
+        self._run_dir = run_dir
+        self._env = env
+        self._sessions: ScriptedSessions | None = None
+        self._replacing = asyncio.Lock()
+        self.process: _Process
+
+    def open(self) -> None:
+        worker = _InProcess(
+            name=f"worker-{self._index}",
+            env=self._env,
+            config=self._config.rollout,
+            num_workers=self._config.workers.count,
+            run_id="chaos",
+            trajectories=self._run_dir.trajectories,
+            store=lambda group: group,
+        )
+        if self._sessions is not None:
+            worker.use(self._sessions)
+        self.process = _Process(worker)
+
+    def connect(self, sessions: ScriptedSessions) -> None:
+        self._sessions = sessions
+        self.process.worker.use(sessions)
+
+    async def replace(self, dead: _Process) -> None:
+        async with self._replacing:
+            if self.process is dead:
+                await self.world.wait(RESPAWN_S)
+                self.open()
+
+
+class _Remote:
+    """A worker as the producer sees it."""
+
+    def __init__(self, slot: _Slot, world: World, *, spool: bool) -> None:
+        self._slot = slot
         self._world = world
         self._spool = spool
 
     async def __call__(
         self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
     ) -> GroupRef:
-        if self._spool:
-            self._world.record.add(
-                "run", start=self._world.start, group=group_id, prompt=prompt.id, attempt=attempt
-            )
-        if self._world.fault("worker_dies") is not None:
-            raise WorkerDied("The process of worker 0 died.")
-        run = self._worker.run_group if self._spool else self._worker.evaluate_group
-        return await run(prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling)
+        for _ in range(MAX_LOSSES):
+            process = self._slot.process
+            if self._spool:
+                self._world.record.add("run", group=group_id, prompt=prompt.id, attempt=attempt)
+            if self._world.fault("worker_dies") is not None:
+                process.died.set()
+            try:
+                return await self._ask(process, prompt, group_id, group_size, attempt, sampling)
+            except WorkerDied:
+                await self._slot.replace(process)
+                attempt += self._slot.retries + 1
+        return lost_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
+
+    async def _ask(
+        self,
+        process: _Process,
+        prompt: Prompt,
+        group_id: str,
+        group_size: int,
+        attempt: int,
+        sampling: Sampling | None,
+    ) -> GroupRef:
+        """The group, unless the worker dies under it: then nothing of it goes on."""
+        worker = process.worker
+        run = worker.run_group if self._spool else worker.evaluate_group
+        running = asyncio.ensure_future(
+            run(prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling)
+        )
+        died = asyncio.ensure_future(process.died.wait())
+        try:
+            await asyncio.wait([running, died], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            raise WorkerDied("The process of a worker died.")
+        finally:
+            running.cancel()
+            died.cancel()

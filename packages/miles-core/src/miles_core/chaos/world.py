@@ -19,7 +19,8 @@ class World:
         self.start = start
         self.record = record
         self._due = {(fault.kind, fault.nth): fault for fault in faults if fault.start == start}
-        self._seen: Counter[str] = Counter()
+        self.occasions: Counter[str] = Counter()
+        """How many of each kind of fault there were so far."""
         self._waits = 0
         self.main: asyncio.Task[None] | None = None
         """What Ctrl-C cancels."""
@@ -28,8 +29,8 @@ class World:
         """The fault that is due at this occasion for one of `kinds`, if there is one. Each call is an occasion."""
         due: Fault | None = None
         for kind in kinds:
-            self._seen[kind] += 1
-            due = due or self._due.get((kind, self._seen[kind]))
+            self.occasions[kind] += 1
+            due = due or self._due.get((kind, self.occasions[kind]))
         if due is not None:
             self.record.add("fault", start=self.start, kind=due.kind, nth=due.nth)
         return due
