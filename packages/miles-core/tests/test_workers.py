@@ -132,7 +132,14 @@ async def sessions(tmp_path: Path) -> AsyncIterator[str]:
 
     save_tokenizer(train_tokenizer(0), tmp_path)
     server = SessionServer(
-        "http://127.0.0.1:9", tokenizer=tmp_path, family="auto", model="tiny", max_context=64, api_key="secret"
+        "http://127.0.0.1:9",
+        engines=["http://127.0.0.1:9"],
+        tokenizer=tmp_path,
+        family="auto",
+        model="tiny",
+        max_context=64,
+        api_key="secret",
+        state=tmp_path / "sessions",
     )
     yield await server.start()
     await server.stop()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+from miles_tito.errors import EngineError, RequestSwallowed
 from miles_tito.generation import Engine, GenerateRequest, Generation
 
 SHORT_GAP_S = 0.05
@@ -17,12 +19,26 @@ SHORT_GAP_S = 0.05
 class Counters:
     """What one session server sent through its engines."""
 
-    busy_s: float
+    busy_s: float = 0.0
     """Seconds since the start with at least one request under way."""
-    sampled_tokens: int
+    sampled_tokens: int = 0
     """Since the start."""
-    spans: tuple[tuple[float, float], ...]
+    spans: tuple[tuple[float, float], ...] = ()
     """Busy spans that ended since the last reading, seconds since the epoch."""
+    resent: int = 0
+    """Requests sent again after a broken connection or a dead engine, since the start."""
+    swallowed: int = 0
+    """Requests that an engine accepted and lost, since the start."""
+
+    def after(self, earlier: Counters) -> Counters:
+        """Counted on from what a server counted that this one took the place of."""
+        return Counters(
+            busy_s=self.busy_s + earlier.busy_s,
+            sampled_tokens=self.sampled_tokens + earlier.sampled_tokens,
+            spans=self.spans,
+            resent=self.resent + earlier.resent,
+            swallowed=self.swallowed + earlier.swallowed,
+        )
 
 
 class BusyMeter:
@@ -63,21 +79,30 @@ class BusyMeter:
 
 
 class MeteredEngine:
-    """An engine that counts what goes through it."""
+    """An engine that counts what goes through it, and holds requests back while there is nobody to send them to."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._busy = BusyMeter()
         self._sampled_tokens = 0
+        self._resent = self._swallowed = 0
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    def hold(self, is_held: bool) -> None:
+        """Let new requests wait, or send them."""
+        self._opened.clear() if is_held else self._opened.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        with self._busy:
+        await self._opened.wait()
+        with self._busy, self._counted():
             generation = await self._engine.generate(request)
         self._sampled_tokens += len(generation.output_ids)
         return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
-        with self._busy:
+        await self._opened.wait()
+        with self._busy, self._counted():
             async with aclosing(self._engine.stream(request)) as pieces:
                 async for piece in pieces:
                     self._sampled_tokens += len(piece.output_ids)
@@ -91,4 +116,19 @@ class MeteredEngine:
 
     def counters(self) -> Counters:
         busy_s, spans = self._busy.read()
-        return Counters(busy_s=busy_s, sampled_tokens=self._sampled_tokens, spans=spans)
+        return Counters(
+            busy_s=busy_s,
+            sampled_tokens=self._sampled_tokens,
+            spans=spans,
+            resent=self._resent,
+            swallowed=self._swallowed,
+        )
+
+    @contextmanager
+    def _counted(self) -> Generator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self._resent += error.retryable
+            self._swallowed += isinstance(error, RequestSwallowed)
+            raise

@@ -6,7 +6,8 @@ driver can import this module without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,20 @@ from miles_tito.records import Group, Sample
 from miles_train.batch import Batch, make_batch
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
+from miles_weightsync.errors import SyncError
 
 from .batching import OptimizerStep, RankWork
 from .loop import Trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """How one push ended."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of a push that reached every engine."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Engines that do not serve the version, with the reason; the others do."""
 
 
 class TrainerRank:
@@ -51,10 +63,20 @@ class TrainerRank:
         result = self._trainer.train(batches)
         return Trained(version=result.version, metrics=dict(result.metrics))
 
-    def push(self, version: int) -> dict[str, float]:
-        """Send this rank's shards; returns once every engine serves `version`."""
-        report = self._pusher.push(self._trainer.shards(), version=version)
-        return dict(report.metrics)
+    def push(self, version: int, engines: Sequence[str]) -> Pushed:
+        """Send this rank's shards to `engines`. Collective.
+
+        Raises:
+            SyncError: it failed before it reached any engine.
+        """
+        self._pusher.set_engines(engines)
+        try:
+            report = self._pusher.push(self._trainer.shards(), version=version)
+        except SyncError as error:
+            if not error.engines:
+                raise
+            return Pushed(failed={e.url: f"{e.phase}: {e.error}" for e in error.engines if not e.ok})
+        return Pushed(metrics=dict(report.metrics))
 
     def begin_save(self, path: Path) -> None:
         """Copy what a checkpoint holds to host memory; it is written behind training. Collective.

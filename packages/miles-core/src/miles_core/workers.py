@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from miles_rollout.config import RolloutConfig
+from miles_rollout.dispatch import FAILED_BECAUSE
 from miles_rollout.worker import Worker
 from miles_tito.client import SessionClient
 from miles_tito.errors import MilesError
-from miles_tito.records import Env, Group, Prompt, Sampling
+from miles_tito.records import Env, Episode, Group, Outcome, Prompt, Sampling
 from miles_tito.summary import GroupRef, summarize
 
 from .config import EnvConfig
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 MOST_PROMPTS = 1_000_000
 """Prompts that a split without `num_prompts` may have; an endless generator would be read for ever."""
+
+WORKER_LOST = "worker_lost"
+"""Reason of a group whose workers died under it."""
 
 
 class EnvError(MilesError, TypeError):
@@ -179,3 +183,20 @@ class RolloutWorker:
             self._close_kept()
             if self._spool is not None:
                 self._spool.close()
+
+
+def lost_group(prompt: Prompt, *, group_id: str, group_size: int, attempt: int) -> GroupRef:
+    """What is left of a group whose workers died under it: failed episodes."""
+    episodes = tuple(
+        Episode(
+            id=f"{group_id}/{index}",
+            prompt_id=prompt.id,
+            group_id=group_id,
+            outcome=Outcome.INFRA_ABORT,
+            attempt=attempt,
+            error=f"{WORKER_LOST}: the process of its worker died, more than once; its log is in Ray's session folder",
+        )
+        for index in range(group_size)
+    )
+    group = Group(id=group_id, prompt_id=prompt.id, episodes=episodes)
+    return replace(summarize(group), handle=None, metadata={FAILED_BECAUSE: WORKER_LOST})

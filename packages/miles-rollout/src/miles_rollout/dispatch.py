@@ -7,6 +7,9 @@ from typing import Protocol
 
 from miles_tito import GroupRef, Prompt, Sampling
 
+FAILED_BECAUSE = "failed_because"
+"""Metadata of a group that has failed for a reason that its episodes' outcomes do not show."""
+
 
 class RunGroup(Protocol):
     """Runs the sibling episodes of one prompt, here or on another machine."""

@@ -10,6 +10,7 @@ through here: they are for one engine each.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -116,6 +117,11 @@ class Router:
     def poll(self) -> int | None:
         """Exit status, 128 + n if signal n ended it; None while it runs."""
         return self.process.poll()
+
+    async def ended(self, interval_s: float = 0.2) -> None:
+        """Returns when the process is gone."""
+        while self._process is not None and self.poll() is None:  # noqa: ASYNC110  (an exit sets no event)
+            await asyncio.sleep(interval_s)
 
     def health(self) -> bool:
         """Whether it answers and has at least one engine to route to."""

@@ -29,6 +29,9 @@ from miles_core.spool import fetch_groups
 from miles_core.supervised import SupervisedSource
 from miles_core.workers import RolloutWorker, build_env
 
+ENGINE_CALLS = 16
+"""Calls at once on the actor of an engine or the router: some last as long as it lives."""
+
 
 @ray.remote(concurrency_groups={"checkpoint": 1})
 class TrainerActor:

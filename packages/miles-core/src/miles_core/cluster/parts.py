@@ -8,6 +8,7 @@ from miles_core.config import Config
 from miles_core.rundir import RunDir
 
 from .fleet import Fleet
+from .respawn import Note
 from .sessions import SessionServers
 from .trainers import Trainers
 from .workers import Workers
@@ -19,16 +20,46 @@ class RayParts:
     def __init__(self, config: Config, *, run_dir: RunDir) -> None:
         self._config = config
         self._run_dir = run_dir
+        self._trainers = Trainers(config.train)
+        self._fleet: Fleet | None = None
+        self._sessions = SessionServers(
+            config.sessions.count,
+            state=run_dir.path / "sessions",
+            engines=lambda: self._fleet.urls if self._fleet else (),
+        )
+        self._listener: Note | None = None
+
+    def tell(self, note: Note) -> None:
+        self._listener = note
 
     def trainers(self) -> Trainers:
-        return Trainers(self._config.train)
+        return self._trainers
 
     def fleet(self, model: Path) -> Fleet:
         name, engines = next((n, e) for n, e in self._config.engines.items() if e.role == "rollout")
-        return Fleet(name, engines, model=model, log=self._run_dir.log)
+        fleet = Fleet(
+            name,
+            engines,
+            model=model,
+            log=self._run_dir.log,
+            sessions=self._sessions,
+            sync=self._trainers.sync,
+            note=self._note,
+        )
+        self._trainers.push_to(lambda: fleet.supervisor)
+        self._fleet = fleet
+        return fleet
 
     def sessions(self) -> SessionServers:
-        return SessionServers(self._config.sessions.count)
+        return self._sessions
 
     def workers(self) -> Workers:
-        return Workers(self._config, run_dir=self._run_dir)
+        return Workers(self._config, run_dir=self._run_dir, note=self._note)
+
+    def _engine_urls(self) -> list[str]:
+        assert self._fleet is not None, "engines start before the sessions in front of them"
+        return self._fleet.urls
+
+    def _note(self, kind: str, subject: str, text: str) -> None:
+        if self._listener is not None:
+            self._listener(kind, subject, text)

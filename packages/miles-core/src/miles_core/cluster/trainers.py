@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
-from miles_rollout.engines import resolve_device
+from miles_rollout.engines import Supervisor, resolve_device
+from miles_tito.errors import EngineError
 from miles_tito.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 from miles_weightsync.errors import SyncError
+from ray.exceptions import RayActorError
 
 from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_core.config import ModelConfig
 from miles_core.loop import Trained
 from miles_core.parts import TrainerLost
+from miles_core.rank import Pushed
 
 from . import actors
 from .processes import STOP_S, spawn
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,9 @@ class Trainers:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._actors = _make_ranks(config)
+        self._turns = Turns()
+        self._engines: Callable[[], Supervisor] | None = None
+        self._has_pushed = False
 
     async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
         """The given model folder, or the one that `model.builder` makes.
@@ -54,6 +61,10 @@ class Trainers:
     async def connect(self, engines: Sequence[str], config: PushConfig) -> None:
         await self._all("connect", list(engines), config)
 
+    def push_to(self, engines: Callable[[], Supervisor]) -> None:
+        """Name who knows which engines serve; once, before the first push."""
+        self._engines = engines
+
     def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
         return plan_ranks(
             groups,
@@ -64,22 +75,62 @@ class Trainers:
         )
 
     async def train(self, work: Sequence[RankWork]) -> Trained:
-        return (await self._each("train", [(part,) for part in work]))[0]
+        await self._turns.begin_step()
+        try:
+            return (await self._each("train", [(part,) for part in work]))[0]
+        except BaseException:
+            self._turns.forget()
+            raise
 
     async def push(self, version: int) -> dict[str, float]:
-        """Every rank sends its own shards; returns rank 0's report as metrics.
+        """Every rank sends its own shards to the engines that serve; returns once one of them serves `version`.
 
-        A failed push leaves its engines paused, so no token comes from mixed weights, and is tried once more: that
-        is what brings them back.
+        An engine that the push does not reach, tried twice, is dead: it is started again and then gets the version
+        alone. While no engine serves, this waits for one to come back.
 
         Raises:
-            SyncError: the second try failed as well.
+            SyncError: no engine was ever reached: the fault is not an engine's.
         """
-        try:
-            return (await self._all("push", version))[0]
-        except SyncError as error:
-            logger.warning("version %d is pushed once more: %s", version, error)
-        return {**(await self._all("push", version))[0], "sync/retries": 1.0}
+        assert self._engines is not None, "push_to() comes first"
+        engines = self._engines()
+        async with self._turns.push(version):
+            with engines.pushing():
+                began = engines.serving
+                pushed = await self._push(version, began)
+                again = [url for url in engines.serving if url in pushed.failed]
+                if again:
+                    logger.warning("version %d is pushed once more: %s", version, dict(pushed.failed))
+                    pushed = replace(pushed, failed=(await self._push(version, again)).failed)
+                reached = [url for url in began if url in engines.serving and url not in pushed.failed]
+                if began and not reached and not self._has_pushed and set(engines.serving) >= set(began):
+                    raise SyncError(
+                        f"Version {version} reached no engine: "
+                        + "; ".join(f"{url} failed in {why}" for url, why in pushed.failed.items()),
+                        phase="load",
+                    )
+                engines.pushed(version, reached=reached, failed=pushed.failed)
+                self._has_pushed = self._has_pushed or bool(reached)
+        await engines.wait_serving()
+        return {
+            **pushed.metrics,
+            "sync/retries": float(bool(again)),
+            "sync/failed_engines": float(len(began) - len(reached)),
+        }
+
+    async def sync(self, url: str) -> int:
+        """Bring one engine, which does not serve yet, to the version of the others; returns it.
+
+        Raises:
+            EngineError: it did not take it.
+        """
+        async with self._turns.sync() as version:
+            try:
+                failed = (await self._push(version, [url])).failed
+            except (SyncError, TrainerLost) as error:
+                raise EngineError(f"version {version} was not sent to {url}: {error}") from error
+            if failed:
+                raise EngineError(f"version {version} did not reach {url}: {failed[url]}")
+            return version
 
     async def load(self, path: Path) -> None:
         await self._all("load", path)
@@ -95,6 +146,7 @@ class Trainers:
 
     async def restart(self) -> None:
         """New processes in place of all of them, dead or not; `setup` comes next."""
+        self._turns.forget()
         self._kill()
         self._actors = _make_ranks(self._config)
 
@@ -110,6 +162,10 @@ class Trainers:
     def _kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
+
+    async def _push(self, version: int, engines: Sequence[str]) -> Pushed:
+        """How a push to `engines` ended."""
+        return (await self._all("push", version, list(engines)))[0] if engines else Pushed()
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return await self._each(method, [args] * len(self._actors))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,35 @@ import ray
 from miles_rollout.dispatch import LeastBusy, RunGroup
 from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef
+from ray.exceptions import RayActorError
 
 from miles_core.config import Config
 from miles_core.rundir import RunDir
+from miles_core.workers import lost_group
 
 from . import actors
 from .processes import spawn, stop_all
+from .respawn import Note, Respawns
 from .sessions import SessionServers
+
+MAX_LOSSES = 2
+"""Workers that one group may lose before it has failed: it may be what kills them."""
 
 
 class Workers:
-    """The rollout workers; a group goes to the least busy one."""
+    """The rollout workers; a group goes to the least busy one, and to a new one when its worker's process dies."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir) -> None:
-        concurrency = config.rollout.num_credits + 1024  # one call a group, evaluations beside them
+    def __init__(self, config: Config, *, run_dir: RunDir, note: Note) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._actors = [spawn(actors.WorkerActor, concurrency=concurrency)() for _ in range(config.workers.count)]
-        self.run_group = LeastBusy([_RemoteWorker(actor.run_group.remote) for actor in self._actors])
+        self._slots = [_Slot(config, index, run_dir=run_dir, note=note) for index in range(config.workers.count)]
+        self.run_group = LeastBusy([_RemoteWorker(slot, "run_group") for slot in self._slots])
         """Groups for training."""
         self.run_unspooled = self.evaluate_into(None)
 
     def evaluate_into(self, folder: Path | None) -> RunGroup:
         """Groups for evaluation: summaries only; their conversations are written to `folder`."""
-        return LeastBusy([_RemoteWorker(actor.evaluate_group.remote, folder) for actor in self._actors])
+        return LeastBusy([_RemoteWorker(slot, "evaluate_group", folder) for slot in self._slots])
 
     async def open(self) -> None:
         """Build the environment in every worker.
@@ -43,41 +47,92 @@ class Workers:
             ImportStringError: `env.target` leads nowhere.
             EnvError: it makes no environment.
         """
-        await asyncio.gather(
-            *(
-                actor.open.remote(
-                    name=f"worker-{index}",
-                    env=self._config.env,
-                    config=self._config.rollout,
-                    num_workers=len(self._actors),
-                    run_id=self._run_dir.path.name,
-                    trajectories=self._run_dir.trajectories,
-                )
-                for index, actor in enumerate(self._actors)
-            )
-        )
+        await asyncio.gather(*(slot.open() for slot in self._slots))
 
     async def connect(self, sessions: SessionServers) -> None:
-        await asyncio.gather(*(actor.connect.remote(sessions.urls, sessions.api_key) for actor in self._actors))
+        await asyncio.gather(*(slot.connect(sessions.urls, sessions.api_key) for slot in self._slots))
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
-        return await self._actors[0].prompts.remote(split, limit)
+        return await self._slots[0].actor.prompts.remote(split, limit)
 
     async def stop(self) -> None:
-        await stop_all(self._actors, what="worker")
+        await stop_all([slot.actor for slot in self._slots], what="worker")
+
+
+class _Slot:
+    """The place of one worker, whatever becomes of its process."""
+
+    def __init__(self, config: Config, index: int, *, run_dir: RunDir, note: Note) -> None:
+        self._config = config
+        self._name = f"worker-{index}"
+        self._run_dir = run_dir
+        self._note = note
+        self._respawns = Respawns("worker", self._name)
+        self._respawning = asyncio.Lock()
+        self._sessions: tuple[list[str], str] | None = None
+        self.actor = self._make()
+
+    @property
+    def retries(self) -> int:
+        return self._config.rollout.retries
+
+    async def open(self) -> None:
+        await self.actor.open.remote(
+            name=self._name,
+            env=self._config.env,
+            config=self._config.rollout,
+            num_workers=self._config.workers.count,
+            run_id=self._run_dir.path.name,
+            trajectories=self._run_dir.trajectories,
+        )
+
+    async def connect(self, urls: list[str], api_key: str) -> None:
+        self._sessions = (urls, api_key)
+        await self.actor.connect.remote(urls, api_key)
+
+    async def replace(self, dead: Any) -> None:
+        """A new process in place of `dead`, once, however many of its groups ask for it.
+
+        Raises:
+            PartLostError: it dies again and again.
+        """
+        async with self._respawning:
+            if self.actor is not dead:
+                return
+            await self._respawns.after("its process died", self._note)
+            ray.kill(dead)
+            self.actor = self._make()
+            await self.open()
+            if self._sessions is not None:
+                await self.connect(*self._sessions)
+
+    def _make(self) -> Any:
+        concurrency = self._config.rollout.num_credits + 1024  # one call a group, evaluations beside them
+        return spawn(actors.WorkerActor, concurrency=concurrency)()
 
 
 class _RemoteWorker:
-    """A method of one worker actor as the `RunGroup` that the producer calls; cancellation reaches the actor."""
+    """A method of one worker as the `RunGroup` that the producer calls; cancellation reaches the actor."""
 
-    def __init__(self, method: Callable[..., Any], *more: Any) -> None:
+    def __init__(self, slot: _Slot, method: str, *more: Any) -> None:
+        self._slot = slot
         self._method = method
         self._more = more
 
     async def __call__(
         self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
     ) -> GroupRef:
-        ref = self._method(prompt, group_id, group_size, attempt, sampling, *self._more)
+        for _ in range(MAX_LOSSES):
+            actor = self._slot.actor
+            try:
+                return await self._ask(actor, prompt, group_id, group_size, attempt, sampling, *self._more)
+            except RayActorError:
+                await self._slot.replace(actor)
+                attempt += self._slot.retries + 1  # above all that the dead worker may have made
+        return lost_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
+
+    async def _ask(self, actor: Any, *args: Any) -> GroupRef:
+        ref = getattr(actor, self._method).remote(*args)
         try:
             return await ref
         except asyncio.CancelledError:

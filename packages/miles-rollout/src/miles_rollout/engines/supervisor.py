@@ -135,12 +135,18 @@ class Supervisor:
         Raises:
             FleetLostError: every engine was given up, or none was healthy for `pause_limit_s`.
         """
+        self.started()
         async with asyncio.TaskGroup() as tasks:
             for engine in self._engines.values():
-                self._move(engine, EngineState.HEALTHY, "started")
                 tasks.create_task(self._look_after(engine), name=f"look after {engine.url}")
             tasks.create_task(self._keep_routed(), name="route to the engines")
             tasks.create_task(self._limit_pause(), name="limit the pause of the fleet")
+
+    def started(self) -> None:
+        """All engines have come up; they take part in pushes from now on. `run` says so itself where nobody did."""
+        for engine in self._engines.values():
+            if engine.state is EngineState.STARTING:
+                self._move(engine, EngineState.HEALTHY, "started")
 
     @property
     def serving(self) -> tuple[str, ...]:
@@ -182,6 +188,10 @@ class Supervisor:
         if engine.state.is_serving:
             self._move(engine, EngineState.DEAD, reason)
             engine.died.set()
+
+    def reroute(self) -> None:
+        """Tell routing once more, since it forgot: the router was started anew."""
+        self._announce()
 
     def metrics(self) -> dict[str, float]:
         """Engines by state; restarts and paused seconds since the start."""
@@ -353,6 +363,9 @@ class Supervisor:
         if self._on_event is not None:
             self._on_event(event)
         self._note_pause(event)
+        self._announce()
+
+    def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
