@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from miles_tito import RequestError, Sampling, Session, Tokenizer
-from miles_tito.dialects.chat import ChatRequest, read_request
+from miles_tito.dialects.base import TurnRequest
+from miles_tito.dialects.chat import ChatDialect
 from miles_tito.families import choose_family
 from miles_tito.hints import Hints
 from miles_tito.live import Answer, LiveSession
@@ -29,9 +30,9 @@ def open_live(tokenizer: Tokenizer) -> Callable[..., LiveSession]:
     return opened
 
 
-def ask(text: str, *more: dict[str, Any]) -> ChatRequest:
+def ask(text: str, *more: dict[str, Any]) -> TurnRequest:
     body = {"messages": [{"role": "user", "content": text}, *more]}
-    return read_request(msgspec.json.encode(body), sampling=Sampling(), model="m")
+    return ChatDialect().read(msgspec.json.encode(body), sampling=Sampling(), model="m")[0]
 
 
 async def content(running: Answer) -> str:

@@ -44,11 +44,15 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     """The key itself is never written."""
     fingerprint: bytes
     """Of tokenizer and family; other ones would read other ids."""
+    family: str | None = None
+    """Where it is another than the server's."""
     opened_at: str
     """ISO 8601, the date that templates print."""
     deadline_at: float | None
     """Seconds since the epoch."""
+    ttl_s: float | None = None
     sampling: Sampling
+    tools: list[Any] = []
     metadata: dict[str, Any]
 
 

@@ -11,12 +11,15 @@ from collections.abc import AsyncIterator, Generator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Protocol
 
-from .dialects.chat import ChatRequest
+import numpy as np
+
+from .dialects.base import TurnRequest
 from .errors import EngineError, RequestError
 from .families.parser import Piece, TextPiece, ToolCall
 from .generation import Engine, join, run_turn
 from .hints import Hints
 from .journal import Journal
+from .metrics import Metrics
 from .session import Plan, Session, Turn
 from .tree import Node
 
@@ -36,6 +39,15 @@ class Answer(Protocol):
 
     def pieces(self) -> AsyncIterator[list[Piece]]:
         """What was sampled, as it comes, from the beginning."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended without a record."""
+        ...
+
+    async def begun(self) -> None:
+        """Return as soon as there is something to tell: a first piece, an end or an error."""
         ...
 
     async def result(self) -> Node:
@@ -70,6 +82,13 @@ class RecordedTurn:
             *(ToolCall(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])),
         ]
 
+    @property
+    def has_failed(self) -> bool:
+        return False
+
+    async def begun(self) -> None:
+        return
+
     async def result(self) -> Node:
         return self.node
 
@@ -78,12 +97,20 @@ class RunningTurn:
     """One generation and everybody who waits for it; it ends when the last one leaves."""
 
     def __init__(
-        self, session: Session, turn: Turn, engine: Engine, *, stream: bool, journal: Journal | None = None
+        self,
+        session: Session,
+        turn: Turn,
+        engine: Engine,
+        *,
+        stream: bool,
+        journal: Journal | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.turn = turn
         self.node = turn.node
         self.cached_tokens = 0
         self._journal = journal
+        self._metrics = metrics
         self._session = session
         self._engine = engine
         self._stream = stream
@@ -117,6 +144,14 @@ class RunningTurn:
                 return
             await self._news.wait()
 
+    @property
+    def has_failed(self) -> bool:
+        return self._task.done() and not self.node.is_done
+
+    async def begun(self) -> None:
+        while not self._pieces and not self._task.done():
+            await self._news.wait()
+
     async def result(self) -> Node:
         try:
             return await asyncio.shield(self._task)
@@ -140,7 +175,7 @@ class RunningTurn:
         return self._waiting > 0
 
     async def _run(self) -> Node:
-        turn = self.turn
+        turn, began = self.turn, time.perf_counter()
         async with aclosing(run_turn(self._engine, turn.request, stream=self._stream)) as generations:
             async for generation in generations:
                 turn.pieces.append(generation)
@@ -151,7 +186,16 @@ class RunningTurn:
         node = self._session.commit(turn, whole)
         if self._journal:
             self._journal.recorded(node)
+        if self._metrics:
+            self._count(self._metrics, node, time.perf_counter() - began)
         return node
+
+    def _count(self, metrics: Metrics, node: Node, seconds: float) -> None:
+        metrics.add("turns_total", kind=str(node.kind), finish_reason=str(node.finish_reason))
+        metrics.add("prompt_tokens_total", node.num_ids - len(node.completion_ids))
+        metrics.add("cached_tokens_total", self.cached_tokens)
+        metrics.add("completion_tokens_total", len(node.completion_ids))
+        metrics.time("engine_seconds", seconds)
 
     def _ended(self, task: asyncio.Task[Node]) -> None:
         """Runs before anybody who waits for the task goes on."""
@@ -175,24 +219,32 @@ class LiveSession:
     """A session that a client holds a key for."""
 
     def __init__(
-        self, session: Session, *, key_digest: bytes, deadline_at: float | None = None, journal: Journal | None = None
+        self,
+        session: Session,
+        *,
+        key_digest: bytes,
+        deadline_at: float | None = None,
+        idle_timeout_s: float | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """
         Args:
             key_digest: `digest_key` of the client's key.
             deadline_at: seconds since the epoch.
+            idle_timeout_s: forgotten when unused for so long; the server's own limit where it is None.
             journal: written along, so that the session outlives its server.
         """
         self.session = session
         self.deadline = None if deadline_at is None else time.monotonic() + deadline_at - time.time()
         self.last_used = time.monotonic()
-        self.expired = False
+        self.closed_because: str | None = None
+        self.idle_timeout_s = idle_timeout_s
         self.journal = journal
-        self._key_digest = key_digest
+        self.key_digest = key_digest
         self._running: dict[bytes, RunningTurn] = {}
 
     def accepts(self, token: str) -> bool:
-        return hmac.compare_digest(self._key_digest, digest_key(token))
+        return hmac.compare_digest(self.key_digest, digest_key(token))
 
     @property
     def is_due(self) -> bool:
@@ -201,10 +253,12 @@ class LiveSession:
 
     @property
     def is_busy(self) -> bool:
-        return any(not turn.is_done for turn in self._running.values())
+        return bool(self.running)
 
-    async def start(self, chat: ChatRequest, engine: Engine, *, hints: Hints | None = None) -> Answer:
-        """Start the turn that `chat` asks for, or join the one that it repeats.
+    async def start(
+        self, asked: TurnRequest, engine: Engine, *, hints: Hints | None = None, metrics: Metrics | None = None
+    ) -> Answer:
+        """Start the turn that `asked` asks for, or join the one that it repeats.
 
         Equal requests at one time are separate replies, each a branch; a client that marks a request as a retry
         waits for the running one instead. A recorded reply that no client got answers the request that repeats it.
@@ -212,30 +266,42 @@ class LiveSession:
         Raises:
             RequestError: the request cannot be served; nothing changed.
         """
-        if self.expired or self.is_due:
-            raise RequestError("The deadline of this session has passed.", status=410, code="session_closed")
+        self._check_open()
         session = self.session
         hints = hints or Hints()
-        plan = session.plan(chat.messages, tools=chat.tools, variables=chat.variables, hints=hints)
+        plan = session.plan(asked.messages, tools=asked.tools, variables=asked.variables, hints=hints)
         running = self._running.get(plan.identity)
         if hints.is_retry and running and not running.is_done:
             return running
         lost = session.undelivered(plan)
         if lost and not any(other.node is lost for other in self._running.values() if other.is_attached):
             return RecordedTurn(lost)
-        ids = await asyncio.to_thread(session.encode, plan) if _is_long(plan) else session.encode(plan)
+        ids = await encode(session, plan)
+        self._check_open()  # it may have ended while a thread was at work
         turn = session.begin(
             plan,
             ids,
             rid=f"{session.id}-{secrets.token_hex(8)}",
-            max_tokens=chat.max_tokens,
-            stop=chat.stop,
-            stop_token_ids=chat.stop_token_ids,
+            max_tokens=asked.max_tokens,
+            stop=asked.stop,
+            stop_token_ids=asked.stop_token_ids,
         )
         self._running = {k: v for k, v in self._running.items() if not v.is_done or v.is_attached}
         key = plan.identity if plan.identity not in self._running else turn.request.rid.encode()
-        self._running[key] = RunningTurn(session, turn, engine, stream=chat.stream, journal=self.journal)
+        self._running[key] = RunningTurn(
+            session, turn, engine, stream=asked.stream, journal=self.journal, metrics=metrics
+        )
         return self._running[key]
+
+    def _check_open(self) -> None:
+        if self.closed_because is not None or self.is_due:
+            why = self.closed_because or "The deadline of this session has passed."
+            raise RequestError(why, status=410, code="session_closed")
+
+    @property
+    def running(self) -> list[RunningTurn]:
+        """Turns at the engine."""
+        return [turn for turn in self._running.values() if not turn.is_done]
 
     def delivered(self, node: Node) -> None:
         """The client got the whole reply."""
@@ -246,7 +312,7 @@ class LiveSession:
 
     async def close(self, why: str) -> None:
         """Give up all running turns; what was recorded stays readable as long as the session is held."""
-        self.expired = True
+        self.closed_because = why
         for running in list(self._running.values()):
             await running.close(why)
 
@@ -261,6 +327,11 @@ def as_request_error(error: EngineError) -> RequestError:
     if error.status == 400:
         return RequestError(str(error), code="engine_refused")
     return RequestError(str(error), status=503 if error.retryable else 502, code="engine_error")
+
+
+async def encode(session: Session, plan: Plan) -> np.ndarray:
+    """`session.encode`, in a thread where it takes long."""
+    return await asyncio.to_thread(session.encode, plan) if _is_long(plan) else session.encode(plan)
 
 
 def _is_long(plan: Plan) -> bool:

@@ -46,6 +46,11 @@ def message_key(message: Message) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).digest()
 
 
+def call_prefix(rid: str) -> str:
+    """What the tool calls of a turn are named by, in letters that every dialect allows."""
+    return f"call_{rid.rpartition('-')[2]}"
+
+
 def value_key(value: Any) -> bytes:
     """A digest of plain data that ignores key order and how numbers are spelled."""
     return hashlib.blake2b(msgspec.json.encode(_canonical(value)), digest_size=16).digest()

@@ -43,7 +43,8 @@ class TurnReader:
         self._stop = tuple(stop)
         self._held: str = ""
         """Text that may be the beginning of a stop string."""
-        self._stopped = False
+        self.stop_string: str | None = None
+        """The stop string that ended the reply."""
 
     def feed(self, ids: np.ndarray) -> list[Piece]:
         """The pieces that became certain with `ids`."""
@@ -51,7 +52,7 @@ class TurnReader:
 
     def finish(self) -> list[Piece]:
         """The pieces that were held back."""
-        text = self._cut(self._text.finish()) + ("" if self._stopped else self._held)
+        text = self._cut(self._text.finish()) + ("" if self.stop_string else self._held)
         self._held = ""
         return self._parser.feed(text) + self._parser.finish()
 
@@ -60,13 +61,13 @@ class TurnReader:
         return self._parser.message(call_id)
 
     def _cut(self, text: str) -> str:
-        if self._stopped or not self._stop:
-            return "" if self._stopped else text
+        if self.stop_string or not self._stop:
+            return "" if self.stop_string else text
         text = self._held + text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self._stopped = True
-            return text[: min(found)]
+            at, self.stop_string = min(found)
+            return text[:at]
         hold = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

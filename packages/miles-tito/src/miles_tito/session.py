@@ -21,7 +21,7 @@ from .families.parser import TurnParser
 from .generation import GenerateRequest, Generation
 from .hints import Hints
 from .merge import Joiner, Setting
-from .messages import value_key
+from .messages import call_prefix, value_key
 from .pick import Picked, Picker, pick, pick_default
 from .reader import TurnReader
 from .records import FinishReason, Message, Sampling, Trajectory, TrajectoryKind, VersionSpan
@@ -72,6 +72,7 @@ class Session:
         *,
         max_context: int,
         sampling: Sampling | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         metadata: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> None:
@@ -79,6 +80,7 @@ class Session:
         Args:
             max_context: tokens of prompt and completion together that the engine takes.
             sampling: pinned for all turns.
+            tools: for requests that bring none of their own.
             now: the date that templates print; by default the moment the session opens, for all its turns.
         """
         if not _ID.fullmatch(session_id):
@@ -91,6 +93,7 @@ class Session:
         self.id = session_id
         self.joiner = joiner
         self.sampling = sampling or Sampling()
+        self.tools = tuple(tools)
         self.max_context = max_context
         self.metadata = dict(metadata or {})
         self.discarded = 0
@@ -102,21 +105,31 @@ class Session:
     def num_turns(self) -> int:
         return sum(node.is_done for node in self._tree.nodes)
 
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens that the recorded turns hold, each once."""
+        return sum(len(node.prompt_ids) + len(node.completion_ids) for node in self._tree.nodes)
+
     def plan(
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         hints: Hints | None = None,
     ) -> Plan:
         """Match normalized `messages` against what was recorded."""
         hints = hints or Hints()
-        setting = Setting(tools=tuple(tools), variables=dict(variables or {}), now=self.now)
+        tools = self.tools if tools is None else tuple(tools)
+        setting = Setting(tools=tools, variables=dict(variables or {}), now=self.now)
         # Another list of tools stands at the top of the prompt: nothing recorded can be continued.
         seed = value_key([list(setting.tools), dict(setting.variables), hints.agent])
         split = tuple(self._split_reasoning(message) for message in messages)
         return Plan(messages=split, setting=setting, match=self._tree.match(split, seed), hints=hints)
+
+    def num_ids(self, plan: Plan, prompt_ids: np.ndarray) -> int:
+        """Tokens of the whole prompt, whose new ones are `prompt_ids`."""
+        return (plan.match.node.num_ids if plan.match.node else 0) + len(prompt_ids)
 
     def encode(self, plan: Plan) -> np.ndarray:
         """[N] int32, the ids that `plan` puts behind the turn it continues. Pure, so it may run in a thread.
@@ -150,7 +163,7 @@ class Session:
             RequestError: the prompt leaves no room in the context.
         """
         node = plan.match.node
-        length = (node.num_ids if node else 0) + len(prompt_ids)
+        length = self.num_ids(plan, prompt_ids)
         if length >= self.max_context:
             raise RequestError(
                 f"This model's maximum context length is {self.max_context} tokens, and the messages take {length}; "
@@ -191,7 +204,7 @@ class Session:
     def commit(self, turn: Turn, generation: Generation) -> Node:
         """Record the whole answer to `turn`, whose reader has read it."""
         node = turn.node
-        reply = turn.reader.message(f"call_{turn.request.rid}")
+        reply = turn.reader.message(call_prefix(turn.request.rid))
         finish = generation.finish_reason
         assert finish is not None, "only a finished generation is recorded"
         node.completion_ids = generation.output_ids
@@ -200,6 +213,7 @@ class Session:
         calls = finish is FinishReason.STOP and reply.get("tool_calls")
         node.finish_reason = FinishReason.TOOL_CALLS if calls else finish
         node.message = reply
+        node.stop_string = turn.reader.stop_string
         self._tree.commit(node, self._split_reasoning(reply))
         return node
 

@@ -62,6 +62,8 @@ class Node:
     """Spans over `completion_ids`."""
     finish_reason: FinishReason | None = None
     """None while the turn runs."""
+    stop_string: str | None = None
+    """What the reply was cut at."""
     message: Message = field(default_factory=Message)
     """The reply as the client got it."""
     replay: Message = field(default_factory=Message)
