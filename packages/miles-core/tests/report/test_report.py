@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from core_records import make_group
 from miles_core import report
 from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
@@ -138,6 +139,19 @@ def test_conversations_come_from_the_start_to_the_end_of_the_run(make_run):
         "multiply-55",
     ]
     assert [s.episode.reward for s in shown] == [0.0, 1.0] * 4
+
+
+def test_held_out_conversations_of_the_newest_evaluation_are_shown(make_run):
+    run = make_run(steps=4)
+    for step, rewards in ((9, [0.5]), (10, [0.2, 0.9, 0.1, 0.6])):
+        spool = SpoolWriter(run / "eval" / f"step-{step:06d}", "worker-0")
+        for reward in rewards:
+            spool.append(make_group(f"e{reward}", [[6]], [reward]))
+        spool.close()
+    shown = [s for s in read_run(run).shown if s.fate.startswith("held out")]
+    assert [(s.episode.reward, s.fate) for s in shown] == [(r, "held out, weights of step 10") for r in (0.1, 0.9)]
+    assert {s.label for s in shown} == {"alone in its group"}
+    assert "held out, weights of step 10" in page_of(run).words
 
 
 def test_the_ledger_is_preferred_and_names_the_step(make_run):

@@ -54,7 +54,7 @@ def read_run(path: Path) -> RunData:
     notes: list[str] = []
     shown: list[Shown] = []
     try:
-        shown = pick(_told(path))
+        shown = pick([*_told(path), *_held_out(path / "eval")])
     except (MilesError, OSError) as error:
         notes.append(f"Conversations could not be read: {error}")
     return RunData(
@@ -81,7 +81,7 @@ def pick(told: Sequence[tuple[Group, str]]) -> list[Shown]:
         scored = sorted((e for e in episodes if e.reward is not None), key=lambda e: e.reward or 0.0)
         picks = {"worst of its group": scored[0], "best of its group": scored[-1]} if scored else {}
         if scored and scored[0].reward == scored[-1].reward:
-            picks = {"all of its group alike": scored[0]}
+            picks = {"all of its group alike" if len(scored) > 1 else "alone in its group": scored[0]}
         failed = next((e for e in episodes if e.reward is None), None)
         if failed is not None:
             picks["without a reward"] = failed
@@ -112,6 +112,22 @@ def _told(run: Path) -> list[tuple[Group, str]]:
     spooled = (group for file in sorted(trajectories.glob("*.spool")) for group in read_groups(file))
     kept = [group for group in _sparse(spooled) if any(e.trajectories for e in group.episodes)]
     return [(group, "") for group in _spread(sorted(kept, key=_version))]
+
+
+def _held_out(evaluations: Path) -> list[tuple[Group, str]]:
+    """The worst and the best group of the newest evaluation whose conversations are kept."""
+    folders = sorted(evaluations.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    if not folders:
+        return []
+    groups = _sparse(group for file in sorted(folders[-1].glob("*.spool")) for group in read_groups(file))
+    scored = sorted((g for g in groups if any(e.reward is not None for e in g.episodes)), key=_mean_reward)
+    fate = f"held out, weights of step {int(folders[-1].name.removeprefix('step-'))}"
+    return [(group, fate) for group in ([scored[0], scored[-1]] if len(scored) > 1 else scored)]
+
+
+def _mean_reward(group: Group) -> float:
+    rewards = [episode.reward for episode in group.episodes if episode.reward is not None]
+    return sum(rewards) / len(rewards)
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:
