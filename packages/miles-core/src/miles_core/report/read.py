@@ -81,7 +81,7 @@ def pick(told: Sequence[tuple[Group, str]]) -> list[Shown]:
         scored = sorted((e for e in episodes if e.reward is not None), key=lambda e: e.reward or 0.0)
         picks = {"worst of its group": scored[0], "best of its group": scored[-1]} if scored else {}
         if scored and scored[0].reward == scored[-1].reward:
-            picks = {"all of its group alike" if len(scored) > 1 else "alone in its group": scored[0]}
+            picks = {"all of its group alike" if len(group.episodes) > 1 else "alone in its group": scored[0]}
         failed = next((e for e in episodes if e.reward is None), None)
         if failed is not None:
             picks["without a reward"] = failed
