@@ -159,6 +159,17 @@ def _ledger(options: argparse.Namespace, words: list[str]) -> int:
     return FAILED if found["problems"] else DONE
 
 
+def _chaos(options: argparse.Namespace, words: list[str]) -> int:
+    from .chaos.command import main as chaos
+
+    config = None
+    if words:
+        from .config.load import load_config
+
+        config = load_config(words, kind="rl").config
+    return DONE if chaos(options.seed, options.seeds, config, words=words, as_json=options.json) else FAILED
+
+
 def _ledger_of(run: str) -> Path:
     from .ledger import LEDGER
 
@@ -238,4 +249,8 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("id", metavar="ID", help="of a prompt, group, episode or sample; its beginning is enough")
     ledger.add_argument("--sql", metavar="SELECT", help="a query of yours over the ledger's tables, instead")
     ledger.add_argument("--json", action="store_true", help="print JSON")
+    chaos = add("chaos", _chaos, "break scripted runs on purpose and prove that nothing is lost or trained twice")
+    chaos.add_argument("--seed", type=int, default=0, metavar="S", help="decides what breaks and when; 0 by default")
+    chaos.add_argument("--seeds", type=int, default=1, metavar="N", help="play N seeds from S on")
+    chaos.add_argument("--json", action="store_true", help="print a line of JSON for each seed")
     return parser

@@ -88,6 +88,7 @@ def check(evidence: Evidence) -> list[Problem]:
         _no_attempt_runs_twice,
         _what_is_finished_runs_no_more,
         _prompts_come_in_order,
+        _what_ran_is_taken_up,
         _nothing_is_lost_to_its_length,
         _metrics_have_one_row_a_step,
         _the_ledger_agrees,
@@ -155,7 +156,6 @@ def _every_group_has_one_fate(run: Evidence) -> Iterator[Problem]:
         yield Problem(text=f"{len(run.fates)} groups were issued, and their fates are {dict(counts)}.")
     ran = {fields["group"] for _, fields in run.record.entries("run")}
     for group in sorted(ran - run.fates.keys()):
-        # Killed right behind the issue, before anything of it was on disk: its number is given out again.
         yield Problem(text=f"Group {group} ran, but the ledger never issued it.", group=group)
 
 
@@ -191,6 +191,8 @@ def _nothing_trained_is_too_old(run: Evidence) -> Iterator[Problem]:
 
 def _no_attempt_runs_twice(run: Evidence) -> Iterator[Problem]:
     """A session is opened once: an attempt's number is never used again, whatever died."""
+    if run.faults()["full_ledger"]:
+        return  # what ran beside the ledger's failure it could not record
     opened = Counter(fields["session"] for _, fields in run.record.entries("opened"))
     for session, count in opened.items():
         if count > 1:
@@ -200,9 +202,10 @@ def _no_attempt_runs_twice(run: Evidence) -> Iterator[Problem]:
 def _what_is_finished_runs_no_more(run: Evidence) -> Iterator[Problem]:
     """What is in the ledger with its result is never sampled again; what runs again has a higher attempt."""
     attempts: dict[str, int] = {}
+    could_record = not run.faults()["full_ledger"]
     for _, fields in run.record.entries("run"):
         group, attempt = fields["group"], fields["attempt"]
-        if group in attempts and attempt <= attempts[group]:
+        if could_record and attempt <= attempts.get(group, -1):
             yield Problem(text=f"Group {group} ran as attempt {attempt} after attempt {attempts[group]}.", group=group)
         attempts[group] = attempt
     results: Counter[str] = Counter()
@@ -235,6 +238,17 @@ def _prompts_come_in_order(run: Evidence) -> Iterator[Problem]:
             yield Problem(text=f"Group {group} was run again {count} times as another group.", group=group)
         if run.fates.get(group) == Fate.TRAINED:
             yield Problem(text=f"Group {group} was trained, and run again as another group.", group=group)
+
+
+def _what_ran_is_taken_up(run: Evidence) -> Iterator[Problem]:
+    """A group that was given up at the end ran until then, in the last start too."""
+    last = run.record.last_start()
+    ran = {fields["group"] for _, fields in run.record.entries("run") if fields["start"] == last}
+    if not ran:
+        return  # there was nothing left to train
+    for group, finished in run.rows("SELECT group_id, finished_at FROM groups WHERE fate = 'aborted'"):
+        if finished is None and group not in ran:
+            yield Problem(text=f"Group {group} was given up at the end, but the last start never ran it.", group=group)
 
 
 def _nothing_is_lost_to_its_length(run: Evidence) -> Iterator[Problem]:

@@ -18,9 +18,6 @@ from miles_tito.errors import MilesError
 
 T = TypeVar("T")
 
-EPOCH_S = 1_900_000_000.0
-"""What `time.time()` says when a virtual loop starts."""
-
 
 class StuckError(MilesError, AssertionError):
     """The run goes on without getting anywhere."""
@@ -134,8 +131,8 @@ class _Task(asyncio.Task[Any]):
 
 def run(main: Coroutine[Any, Any, T], loop: VirtualLoop) -> T:
     """Run `main` on `loop`; the clocks of `time` are the loop's meanwhile."""
-    clocks = time.time, time.monotonic
-    time.time = lambda: EPOCH_S + loop.time()
+    clocks, began = (time.time, time.monotonic), time.time()
+    time.time = lambda: began + loop.time()
     time.monotonic = loop.time
     try:
         asyncio.set_event_loop(loop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
 import sys
@@ -14,10 +13,10 @@ from typing import Any
 
 from miles_core.config import Config
 
-from . import language
 from .faults import draw_faults
 from .seed import Verdict, play, shrink
 from .settings import draw_config, playable
+from .start import warm_up
 
 
 def run_seeds(seeds: Sequence[int], config: Config | None = None) -> Iterator[Verdict]:
@@ -27,10 +26,8 @@ def run_seeds(seeds: Sequence[int], config: Config | None = None) -> Iterator[Ve
         config: the limits of every run; by default each seed draws its own.
     """
     logging.disable(logging.ERROR)  # what goes wrong here is meant to
-    language.joiner()
-    gc.collect()
-    gc.freeze()  # what is here now is shared with every process to come
     base = None if config is None else playable(config)
+    warm_up(base or draw_config(0))
     occasions = None if base is None else play(0, base, ()).occasions
     for seed in seeds:
         settings = draw_config(seed) if base is None else base

@@ -51,6 +51,10 @@ class Record:
         self.add("weights", node=node, parent=parent, version=version)
         return node
 
+    def last_start(self) -> int:
+        """Number of the newest start of the run."""
+        return max(fields["start"] for _, fields in self.entries("start"))
+
     def weights(self) -> WeightTree:
         return WeightTree([Weights(**fields) for _, fields in self.entries("weights")])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -131,7 +132,8 @@ def _explains(faults: Sequence[Fault], error: str) -> bool:
 
 def _story(run: Evidence, problems: Sequence[Problem]) -> str:
     """What became of the group that a problem shows in, in the words of `miles why`."""
-    group = next((problem.group for problem in problems if problem.group is not None), None)
+    named = (problem.group or next(iter(re.findall(r"\bg\d{6}\b", problem.text)), None) for problem in problems)
+    group = next((name for name in named if name is not None), None)
     if group is None or not run.run_dir.ledger.exists():
         return ""
     try:

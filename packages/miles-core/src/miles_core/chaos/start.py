@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -87,12 +88,28 @@ def play_start(
     return Ended(end="failed", error=f"start {start} broke down: {text.strip().splitlines()[-1]}", trace=text)
 
 
+def warm_up(config: Config) -> None:
+    """Play a run without faults here, so that the processes to come share what it imports and caches."""
+    with tempfile.TemporaryDirectory(prefix="miles-chaos-") as folder:
+        root = Path(folder)
+        record = Record(root / RECORD)
+        record.new_weights(parent=-1, version=0)
+        world = World(seed=0, start=0, faults=(), record=record)
+        run_dir = open_run_dir(root)
+        _run(config, run_dir, ScriptedParts(world, config, run_dir=run_dir), VirtualLoop(), world)
+        record.close()
+    gc.collect()
+    gc.freeze()
+
+
 def _play(
     config: Config, *, root: Path, seed: int, start: int, faults: Sequence[Fault], plant: Plant | None
 ) -> Ended:
+    gc.disable()  # pages that nobody touches need not be copied
     record = Record(root / RECORD)
     world = World(seed=seed, start=start, faults=faults, record=record)
     run_dir = open_run_dir(root)
+    record.add("start", start=start)
     if start == 0:
         record.new_weights(parent=-1, version=0)
     Disk(world, run_dir=str(run_dir.path)).install()

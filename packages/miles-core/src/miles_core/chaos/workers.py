@@ -126,7 +126,7 @@ class _Remote:
         for _ in range(MAX_LOSSES):
             process = self._slot.process
             if self._spool:
-                self._world.record.add("run", group=group_id, prompt=prompt.id, attempt=attempt)
+                self._world.record.add("run", start=self._world.start, group=group_id, attempt=attempt)
             if self._world.fault("worker_dies") is not None:
                 process.died.set()
             try:
