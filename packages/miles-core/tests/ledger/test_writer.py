@@ -285,6 +285,15 @@ async def test_events_of_one_tick_share_a_transaction(ledger: Ledger) -> None:
     db.close()
 
 
+async def test_closing_in_the_tick_of_the_last_event_keeps_it(ledger: Ledger) -> None:
+    issue(ledger, "g0")
+    ledger.close()
+    await asyncio.sleep(0)
+    again = Ledger.open(ledger._path)  # pyright: ignore[reportPrivateUsage]
+    assert again.counts().issued == 1
+    again.close()
+
+
 async def test_a_failed_write_ends_everything_that_follows_and_wakes_whoever_watches(ledger: Ledger) -> None:
     watching = asyncio.create_task(ledger.watch())
     issue(ledger, "g0")

@@ -22,6 +22,7 @@ class Transactions:
         self._failure: LedgerError | None = None
         self._flush_in: asyncio.AbstractEventLoop | None = None
         """The loop whose present tick will end with a flush."""
+        self._is_closed = False
         self._watchers: list[asyncio.Future[None]] = []
 
     def flush(self) -> None:
@@ -93,6 +94,8 @@ class Transactions:
 
     def _flush_tick(self) -> None:
         self._flush_in = None
+        if self._is_closed:
+            return
         with suppress(LedgerError):  # kept: the next call raises it, and `watch` does now
             self.flush()
 

@@ -47,7 +47,6 @@ class Ledger(Transactions):
         self._numbers: dict[str, int] = {}
         """Of open groups, by id."""
         self._segments: dict[str, int] = {}
-        self._is_closed = False
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False, clock: Callable[[], float] = time.time) -> Ledger:
