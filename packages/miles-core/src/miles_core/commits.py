@@ -54,6 +54,11 @@ class Commits:
         self._writing = asyncio.create_task(self._finish(step, trainers, dict(state)), name=f"checkpoint {step}")
         return {"time/checkpoint": time.monotonic() - waited, "time/checkpoint_wait": waited - began}
 
+    async def check(self) -> None:
+        """Raise what kept a checkpoint from the disk, as soon as that is known."""
+        if self._writing is not None and self._writing.done():
+            await self.drain()
+
     async def drain(self) -> None:
         """Wait for the checkpoint that is being written; raises what kept it from the disk."""
         if self._writing is not None:
