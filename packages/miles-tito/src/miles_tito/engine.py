@@ -10,10 +10,11 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from .errors import EngineError
+from .errors import EngineError, RecordError
 from .generation import Engine, GenerateRequest, Generation, one_version
 from .http import Http
 from .records import UNKNOWN_VERSION, FinishReason, VersionSpan
+from .routing import ExpertLayout, RoutedDelta, read_engine
 
 __all__ = ["Engine", "GenerateRequest", "Generation", "SGLangEngine"]
 
@@ -44,13 +45,17 @@ class SGLangEngine:
         api_key: str | None = None,
         max_connections: int = 1024,
         timeout_s: float = 900.0,
+        experts: ExpertLayout | None = None,
     ) -> None:
         """
         Args:
             engines: the servers behind a router, which does not pass on what is not a generation. Without a router,
                 leave it out.
             timeout_s: bounds the silence on one call, a pause for a weight update included.
+            experts: of a mixture-of-experts model whose routing is to be recorded; its server then runs with
+                `--enable-return-routed-experts`.
         """
+        self._experts = experts
         self.url = url.rstrip("/")
         self._engines = tuple(engine.rstrip("/") for engine in engines) or (self.url,)
         self._timeout_s = timeout_s
@@ -66,20 +71,20 @@ class SGLangEngine:
         """One call, whole; see `miles_tito.generation.Engine`."""
         with self._errors(request):
             async with self._http.request(
-                "POST", f"{self.url}/generate", data=_body(request, stream=False), headers=_headers(request)
+                "POST", f"{self.url}/generate", data=self._body(request, stream=False), headers=_headers(request)
             ) as response:
                 content: bytes = await response.read()
         self._check_status(response, content, request)
-        return _Progress(request).advance(_json(content, request))
+        return _Progress(request, self._experts).advance(_json(content, request))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
         """One call in pieces; see `miles_tito.generation.Engine`."""
-        progress = _Progress(request)
+        progress = _Progress(request, self._experts)
         ended = False
         try:
             with self._errors(request):
                 async with self._http.request(
-                    "POST", f"{self.url}/generate", data=_body(request, stream=True), headers=_headers(request)
+                    "POST", f"{self.url}/generate", data=self._body(request, stream=True), headers=_headers(request)
                 ) as response:
                     if response.status != 200:
                         self._check_status(response, await response.read(), request)
@@ -133,6 +138,35 @@ class SGLangEngine:
         except (*self._http.error, msgspec.DecodeError):
             return None
         return sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+
+    def _body(self, request: GenerateRequest, *, stream: bool) -> bytes:
+        sampling = request.sampling
+        params: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "max_new_tokens": request.max_new_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
+            "stop": list(request.stop),
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        routing: dict[str, Any] = {}
+        if self._experts:
+            routing = {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}
+        return msgspec.json.encode(
+            {
+                "rid": request.rid,
+                "input_ids": request.input_ids.tolist(),
+                "sampling_params": params,
+                "return_logprob": True,
+                "stream": stream,
+                **routing,
+            }
+        )
 
     def _abort_soon(self, rid: str) -> None:
         task = asyncio.get_running_loop().create_task(self.abort(rid))
@@ -193,8 +227,9 @@ async def _events(content: Any) -> AsyncGenerator[bytes, None]:
 class _Progress:
     """Reads answers that repeat what came before (streams do by default) or do not."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, experts: ExpertLayout | None) -> None:
         self._request = request
+        self._experts = experts
         self.sent = 0
 
     def advance(self, answer: Mapping[str, Any]) -> Generation:
@@ -215,15 +250,34 @@ class _Progress:
         ids, rows = ids[len(ids) - new :], rows[len(rows) - new :]
         if [row[1] for row in rows] != ids:
             raise EngineError(f"Log-probs and ids of {self._request.rid} name different tokens.")
+        finish = self._finish(meta.get("finish_reason"))
         piece = Generation(
             output_ids=np.asarray(ids, np.int32),
             logprobs=np.asarray([row[0] for row in rows], np.float32),
             versions=_versions(meta, self.sent, total),
-            finish_reason=self._finish(meta.get("finish_reason")),
+            finish_reason=finish,
             cached_tokens=int(meta.get("cached_tokens") or 0),
+            routed=() if finish is None else self._routed(meta, total),
         )
         self.sent = total
         return piece
+
+    def _routed(self, meta: Mapping[str, Any], total: int) -> tuple[RoutedDelta, ...]:
+        """The experts of a call that has ended; a payload that is absent or short leaves its tokens without."""
+        if self._experts is None:
+            return ()
+        start = self._request.routed_from
+        try:
+            delta = read_engine(
+                meta.get("routed_experts"),
+                self._experts,
+                start=start,
+                num_rows=len(self._request.input_ids) + total - 1 - start,
+                version=_version(meta.get("weight_version")),
+            )
+        except RecordError as error:
+            raise EngineError(f"The answer to {self._request.rid} cannot be read: {error}") from error
+        return (delta,) if len(delta.experts) else ()
 
     def _finish(self, reason: Any) -> FinishReason | None:
         if reason is None:
@@ -254,32 +308,6 @@ def _versions(meta: Mapping[str, Any], start: int, end: int) -> tuple[VersionSpa
 def _version(text: Any) -> int:
     """SGLang's versions are free text ("default" at start); ours are numbers."""
     return int(text) if str(text).isdecimal() else UNKNOWN_VERSION
-
-
-def _body(request: GenerateRequest, *, stream: bool) -> bytes:
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_new_tokens": request.max_new_tokens,
-        "stop_token_ids": list(request.stop_token_ids),
-        "stop": list(request.stop),
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    return msgspec.json.encode(
-        {
-            "rid": request.rid,
-            "input_ids": request.input_ids.tolist(),
-            "sampling_params": params,
-            "return_logprob": True,
-            "stream": stream,
-        }
-    )
 
 
 def _headers(request: GenerateRequest) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 from .arrays import readonly
 from .errors import EngineError, RequestSwallowed
 from .records import UNKNOWN_VERSION, FinishReason, Sampling, VersionSpan
+from .routing import RoutedDelta
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class GenerateRequest:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    routed_from: int = 0
+    """The first of `input_ids` whose experts are not known yet, for engines that report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,8 @@ class Generation:
     finish_reason: FinishReason | None = None
     """None for a piece that is not the last."""
     cached_tokens: int = 0
+    routed: tuple[RoutedDelta, ...] = ()
+    """Experts of input tokens from `GenerateRequest.routed_from` on, the tokens sampled here but the last included."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -125,6 +130,7 @@ def join(pieces: Sequence[Generation]) -> Generation:
         versions=tuple(spans),
         finish_reason=pieces[-1].finish_reason if pieces else None,
         cached_tokens=pieces[0].cached_tokens if pieces else 0,
+        routed=tuple(delta for piece in pieces for delta in piece.routed),
     )
 
 
@@ -140,10 +146,11 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
     """
     done: list[np.ndarray] = []
     left = request.max_new_tokens
+    routed = request.routed_from
     trouble = _Trouble(request.rid)
     while True:
         ids = np.concatenate([request.input_ids, *done]) if done else request.input_ids
-        current = replace(request, input_ids=ids, max_new_tokens=left)
+        current = replace(request, input_ids=ids, max_new_tokens=left, routed_from=routed)
         before = left
         error: EngineError | None = None
         try:
@@ -151,9 +158,10 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
                 async for piece in pieces:
                     done.append(piece.output_ids)
                     left -= len(piece.output_ids)
+                    routed = max([routed, *(delta.end for delta in piece.routed)])
                     if piece.finish_reason is not FinishReason.ABORT:
                         yield piece
-                    elif len(piece.output_ids):
+                    elif len(piece.output_ids) or piece.routed:
                         yield replace(piece, finish_reason=None)
                     if piece.finish_reason not in (None, FinishReason.ABORT):
                         return

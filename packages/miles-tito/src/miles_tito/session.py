@@ -25,6 +25,7 @@ from .messages import call_prefix, value_key
 from .pick import Picked, Picker, pick, pick_default
 from .reader import TurnReader
 from .records import FinishReason, Message, Sampling, Trajectory, TrajectoryKind, VersionSpan
+from .routing import assemble, decode_deltas, encode_delta
 from .tree import Match, Node, NodeKind, Tree
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}")
@@ -191,6 +192,7 @@ class Session:
             max_new_tokens=budget,
             stop_token_ids=self._stop_ids(stop_token_ids),
             stop=stops,
+            routed_from=max(node.num_ids - 1, 0) if node else 0,
         )
         reader = TurnReader(
             self.joiner.tokenizer,
@@ -210,6 +212,7 @@ class Session:
         node.completion_ids = generation.output_ids
         node.logprobs = generation.logprobs
         node.versions = generation.versions
+        node.routed = b"".join(map(encode_delta, generation.routed))
         calls = finish is FinishReason.STOP and reply.get("tool_calls")
         node.finish_reason = FinishReason.TOOL_CALLS if calls else finish
         node.message = reply
@@ -277,6 +280,8 @@ class Session:
 
     def _trajectory(self, nodes: Sequence[Node], trained: set[int], label: NodeKind, name: str) -> Trajectory:
         leaf = nodes[-1]
+        tokens = np.concatenate(_ids(nodes))
+        routed = assemble([delta for node in nodes for delta in decode_deltas(node.routed)], len(tokens))
         spans: list[VersionSpan] = []
         start = 0
         for node in nodes:
@@ -285,7 +290,7 @@ class Session:
             start += len(node.completion_ids)
         return Trajectory(
             id=f"{self.id}:{name}",
-            tokens=np.concatenate(_ids(nodes)),
+            tokens=tokens,
             loss_mask=np.concatenate(
                 [
                     part
@@ -301,6 +306,9 @@ class Session:
             kind=_TRAJECTORY_KINDS[label],
             # A greedy engine reports log-probs at temperature 1.
             temperature=self.sampling.temperature or 1.0,
+            routed_experts=routed.experts if routed else None,
+            routed_mask=routed.mask if routed else None,
+            routed_layers=routed.layers if routed else (),
             finish_reason=leaf.finish_reason or FinishReason.ABORT,
             metadata={**self.metadata, "num_turns": len(nodes)},
         )

@@ -60,6 +60,8 @@ class Node:
     """[C] float32."""
     versions: tuple[VersionSpan, ...] = ()
     """Spans over `completion_ids`."""
+    routed: bytes = b""
+    """Experts of the tokens from the parent's last one on, see `miles_tito.routing`; empty where none were reported."""
     finish_reason: FinishReason | None = None
     """None while the turn runs."""
     stop_string: str | None = None
