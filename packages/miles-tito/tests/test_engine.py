@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from miles_tito import UNKNOWN_VERSION, EngineError, FinishReason, Sampling, SGLangEngine, VersionSpan
 from miles_tito.generation import GenerateRequest, join, run_turn
+from miles_tito.routing import ExpertLayout
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -329,5 +331,50 @@ async def test_an_answer_that_cannot_be_trained_on_is_refused(reply: Any, why: s
     async with served(fake.app) as url:
         engine = SGLangEngine(url)
         with pytest.raises(EngineError, match=why):
+            await engine.generate(request())
+        await engine.aclose()
+
+
+def experts_of(rows: int) -> str:
+    ids = np.arange(rows * 3 * 2, dtype="<i4") % 4
+    return base64.b64encode(ids.tobytes()).decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("rows", "held"), [(3, (1, 4)), (2, (1, 3)), (0, None)])
+async def test_experts_are_asked_for_from_the_first_token_without(
+    stream: bool, rows: int, held: tuple[int, int] | None, served: Any
+):
+    """Three tokens in, two out, the first row known: rows of tokens 1 to 3 are due, and a short payload lacks some."""
+    layout = ExpertLayout(num_layers=3, layers=(1, 2), num_experts=4, experts_per_token=2)
+    last = answer([7, 8], **({"routed_experts": experts_of(rows)} if rows else {}))
+    server = FakeSGLang([answer([7], finish=False), last] if stream else last)
+    async with served(server.app) as url:
+        engine = SGLangEngine(url, experts=layout)
+        pieces = [piece async for piece in run_turn(engine, request(routed_from=1), stream=stream)]
+        await engine.aclose()
+    assert server.bodies[0]["return_routed_experts"] is True
+    assert server.bodies[0]["routed_experts_start_len"] == 1
+    told = join(pieces).routed
+    assert [(delta.start, delta.end, delta.version, delta.layers) for delta in told] == (
+        [(*held, 4, (1, 2))] if held else []
+    )
+
+
+async def test_without_a_layout_no_experts_are_asked_for(served: Any):
+    server = FakeSGLang(answer([7, 2]))
+    async with served(server.app) as url:
+        engine = SGLangEngine(url)
+        await engine.generate(request())
+        await engine.aclose()
+    assert "return_routed_experts" not in server.bodies[0]
+
+
+async def test_experts_of_another_model_are_an_engine_error(served: Any):
+    layout = ExpertLayout(num_layers=3, layers=(1,), num_experts=2, experts_per_token=2)
+    server = FakeSGLang(answer([7, 2], routed_experts=experts_of(4)))
+    async with served(server.app) as url:
+        engine = SGLangEngine(url, experts=layout)
+        with pytest.raises(EngineError, match="is the layout of another model"):
             await engine.generate(request())
         await engine.aclose()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from miles_tito import RecordError, WireError
+from miles_tito import RecordError, Session, Tokenizer, WireError
+from miles_tito.families import choose_family
+from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
+from miles_tito.merge import Joiner
+from miles_tito.records import FinishReason, Sampling
 from miles_tito.routing import (
     ExpertLayout,
     RoutedDelta,
@@ -205,3 +210,82 @@ def test_overlap_counts_equal_sets_whatever_their_order():
     other = whole.experts.copy()
     other[0, 1] = 255
     assert overlap(whole, RoutedExperts(experts=other, mask=whole.mask, layers=whole.layers)).tolist() == [1.0, 5 / 6]
+
+
+class RoutingEngine:
+    """Samples the budget, one token id a position, and reports experts; `answers` says how each call ends."""
+
+    def __init__(self, answers: list[tuple[int, FinishReason, int]]) -> None:
+        """`answers`: tokens sampled, the finish reason, and how many of the rows are lacking."""
+        self.answers = answers
+        self.asked: list[tuple[int, int]] = []
+        """Length of the prompt and first row of each call."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        sampled, finish, lacking = self.answers[len(self.asked)]
+        prompt, start = len(request.input_ids), request.routed_from
+        self.asked.append((prompt, start))
+        rows = prompt + sampled - 1 - start - lacking
+        experts = np.arange(start, start + rows).reshape(-1, 1, 1).astype(np.uint8)
+        told = RoutedDelta(start=start, experts=experts, layers=(0,), version=len(self.asked))
+        return Generation(
+            output_ids=np.full(sampled, 7, np.int32),
+            logprobs=np.full(sampled, -1.0, np.float32),
+            versions=one_version(sampled, len(self.asked)),
+            finish_reason=finish,
+            routed=(told,) if rows > 0 else (),
+        )
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
+        yield await self.generate(request)
+
+    async def abort(self, rid: str) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+def request_of(prompt: int, routed_from: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        rid="r",
+        session_id="s",
+        input_ids=np.arange(prompt, dtype=np.int32),
+        sampling=Sampling(),
+        max_new_tokens=9,
+        routed_from=routed_from,
+    )
+
+
+async def test_an_interrupted_turn_asks_for_the_rows_it_lacks():
+    """Three tokens and their rows, then an abort in the queue, then the rest."""
+    engine = RoutingEngine([(3, FinishReason.ABORT, 0), (0, FinishReason.ABORT, 99), (6, FinishReason.LENGTH, 0)])
+    pieces = [piece async for piece in run_turn(engine, request_of(5), stream=False)]
+    whole = assemble(join(pieces).routed, 14)
+    assert engine.asked == [(5, 0), (8, 7), (8, 7)]
+    assert whole
+    assert whole.mask.tolist() == [True] * 13 + [False]
+    assert whole.experts[:13, 0, 0].tolist() == list(range(13))
+
+
+async def test_a_session_carries_rows_from_turn_to_turn(tokenizer: Tokenizer):
+    engine = RoutingEngine([(4, FinishReason.STOP, 0), (2, FinishReason.STOP, 3), (5, FinishReason.STOP, 0)])
+    session = Session("s", Joiner(tokenizer, choose_family("tiny", tokenizer)), max_context=4096)
+    messages: list[dict[str, Any]] = []
+    ends: list[int] = []
+    for number in range(3):
+        messages.append({"role": "user", "content": f"question {number}"})
+        plan = session.plan(messages)
+        turn = session.begin(plan, session.encode(plan), rid=f"r{number}")
+        whole = join([piece async for piece in run_turn(engine, turn.request, stream=False)])
+        turn.reader.feed(whole.output_ids)
+        turn.reader.finish()
+        node = session.commit(turn, whole)
+        ends.append(node.num_ids)
+        messages.append(node.message)
+    assert [start for _, start in engine.asked] == [0, ends[0] - 1, ends[1] - 1]
+    (trajectory,) = session.trajectories()
+    assert trajectory.routed_experts is not None
+    assert trajectory.routed_mask is not None
+    lacking = np.flatnonzero(~trajectory.routed_mask)
+    assert lacking.tolist() == [ends[1] - 4, ends[1] - 3, ends[1] - 2, ends[2] - 1]
+    told = np.flatnonzero(trajectory.routed_mask)
+    assert trajectory.routed_experts[told, 0, 0].tolist() == (told % 256).tolist()

@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-tokens", type=int, default=512, help="a turn, for sessions that open without sampling")
     serve.add_argument("--api-key", help="needed to open sessions; none: anybody may")
     serve.add_argument("--engine-api-key")
+    serve.add_argument("--routed-experts", action="store_true", help="record each token's experts")
     serve.add_argument("--idle-timeout-s", type=float, default=3600.0, help="forget a session unused for this long")
     serve.add_argument("--state-dir", help="folder where sessions outlive this server; none: they end with it")
     verify = commands.add_parser(
@@ -63,13 +64,18 @@ def _verify(args: argparse.Namespace) -> int:
 
 async def _serve(args: argparse.Namespace) -> None:
     from .engine import SGLangEngine
+    from .errors import RecordError
     from .records import Sampling
+    from .routing import ExpertLayout
     from .server import create_app, serve
     from .tokenizer import load_tokenizer, read_max_context
 
+    experts = ExpertLayout.from_folder(args.tokenizer) if args.routed_experts else None
+    if args.routed_experts and experts is None:
+        raise RecordError(f"--routed-experts: the model in {args.tokenizer} has no experts by its config.json.")
     max_context: int = args.max_context or read_max_context(args.tokenizer)
     app = create_app(
-        engine=SGLangEngine(args.engine, api_key=args.engine_api_key),
+        engine=SGLangEngine(args.engine, api_key=args.engine_api_key, experts=experts),
         tokenizer=load_tokenizer(args.tokenizer),
         family=args.family,
         model=args.model,
