@@ -130,13 +130,14 @@ def counters(busy_s: float, tokens: int, *spans: tuple[float, float]) -> Counter
 def test_a_step_is_measured_from_the_last_one_and_the_loop_from_its_start() -> None:
     clock, trace = FakeClock(), Trace()
     usage = Usage([counters(7.0, 100), counters(5.0, 10)], monitor=trace, clock=clock)  # before the loop: evaluation
+    calm = {"engine/resent": 0.0, "engine/swallowed": 0.0}
     clock.now += 10
     one = usage.step([counters(12.0, 300, (1.0, 6.0)), counters(9.0, 30, (2.0, 3.0))], train_seconds=4.0, episodes=32)
-    assert one == {"engine/tokens_per_s": 22.0, "engine/utilisation": 0.5, "trainer/utilisation": 0.4}
+    assert one == {**calm, "engine/tokens_per_s": 22.0, "engine/utilisation": 0.5, "trainer/utilisation": 0.4}
     assert trace.events == [("generate", 1.0, 6.0, "engine"), ("generate", 2.0, 3.0, "engine 1")]
     clock.now += 30
     two = usage.step([counters(27.0, 300), counters(9.0, 30)], train_seconds=6.0, episodes=32)
-    assert two == {"engine/tokens_per_s": 0.0, "engine/utilisation": 0.5, "trainer/utilisation": 0.2}
+    assert two == {**calm, "engine/tokens_per_s": 0.0, "engine/utilisation": 0.5, "trainer/utilisation": 0.2}
     clock.now += 1000  # whatever comes behind the last step
     assert usage.seconds == 40.0
     assert usage.totals() == {"samples_per_s": 64 / 40, "engine_utilisation": 0.5, "trainer_utilisation": 0.25}
@@ -145,3 +146,15 @@ def test_a_step_is_measured_from_the_last_one_and_the_loop_from_its_start() -> N
 def test_a_loop_without_a_step_has_no_speed() -> None:
     usage = Usage([counters(7.0, 100)], monitor=Trace(), clock=FakeClock())
     assert usage.totals() == {"samples_per_s": 0.0, "engine_utilisation": 0.0, "trainer_utilisation": 0.0}
+
+
+def test_a_server_that_took_the_place_of_another_counts_on() -> None:
+    before = Counters(busy_s=5.0, sampled_tokens=100, spans=((0.0, 5.0),), resent=2, swallowed=1)
+    now = Counters(busy_s=1.0, sampled_tokens=10, spans=((9.0, 10.0),), resent=1)
+    assert now.after(before) == Counters(busy_s=6.0, sampled_tokens=110, spans=((9.0, 10.0),), resent=3, swallowed=1)
+
+
+def test_requests_sent_again_and_swallowed_ones_are_told() -> None:
+    usage = Usage([Counters()], monitor=Trace(), clock=FakeClock())
+    metrics = usage.step([Counters(resent=2), Counters(resent=1, swallowed=1)], train_seconds=0.0, episodes=0)
+    assert (metrics["engine/resent"], metrics["engine/swallowed"]) == (3.0, 1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,9 @@ from .loop import Sync, TrainerGroup
 from .metering import Counters
 
 logger = logging.getLogger(__name__)
+
+Note = Callable[[str, str, str], None]
+"""Told what happened: kind of part, which one, what."""
 
 
 class TrainerLost(MilesError, RuntimeError):
@@ -85,6 +88,10 @@ class Fleet(Protocol):
         """Runs as long as the fleet can serve; raises when it cannot any more."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Engines by state, restarts."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -124,6 +131,10 @@ class Workers(Protocol):
 
 class Parts(Protocol):
     """Makes the parts of one run; each is started, and in the end stopped, by the run."""
+
+    def tell(self, note: Note) -> None:
+        """Name who is told of what happens to the parts."""
+        ...
 
     def trainers(self) -> Trainers: ...
 

@@ -37,6 +37,8 @@ class Usage:
             "engine/tokens_per_s": (tokens - self._tokens) / elapsed,
             "engine/utilisation": min((busy - self._busy) / elapsed, 1.0),
             "trainer/utilisation": min(train_seconds / elapsed, 1.0),
+            "engine/resent": float(sum(one.resent for one in counters)),
+            "engine/swallowed": float(sum(one.swallowed for one in counters)),
         }
         self._last, self._busy, self._tokens = now, busy, tokens
         self._train_seconds += train_seconds

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from miles_tito import GroupRef, Prompt
 
 from .config import RolloutConfig
+from .dispatch import FAILED_BECAUSE
 from .errors import BufferClosedError, BufferStateError
 from .fates import Fate, FateBook, FateCounts, Observer
 from .filters import FILTERS, Filter
@@ -54,7 +55,9 @@ class _Open:
     def oldest_version(self) -> int:
         """Of its oldest token; of its issue where the engine named no version, since no token is older than that."""
         oldest = None if self.ref is None else self.ref.oldest_version
-        return self.issued_version if oldest is None or oldest < 0 else oldest
+        if self.ref is None or oldest is None:
+            return self.issued_version
+        return oldest if self.ref.is_versioned else min(oldest, self.issued_version)
 
 
 class GroupBuffer:
@@ -284,8 +287,9 @@ class GroupBuffer:
         """Give a group that has just finished its next fate; returns it with its reason."""
         rewarded = sum(reward is not None for reward in ref.rewards)
         if rewarded < self._config.required_rewards:
-            self._discard(group, Fate.FAILED, "too_few_rewards")
-            return Fate.FAILED, "too_few_rewards"
+            why = str(ref.metadata.get(FAILED_BECAUSE, "too_few_rewards"))
+            self._discard(group, Fate.FAILED, why)
+            return Fate.FAILED, why
         reason = self._filter(ref)
         if reason is not None:
             self._discard(group, Fate.FILTERED, reason)

@@ -223,9 +223,10 @@ class SupervisedActor:
 
     _source: SupervisedSource | None = None
 
-    def open(self, config: SftConfig, *, tokenizer: Path, family: str, seed: int) -> None:
-        """Load and tokenize the demonstrations."""
+    def open(self, config: SftConfig, *, tokenizer: Path, family: str, seed: int, skip: int) -> None:
+        """Load and tokenize the demonstrations; the first `skip` draws are left out."""
         self._source = SupervisedSource(config, tokenizer=tokenizer, family=family, seed=seed, store=ray.put)
+        self._source.skip(skip)
 
     def run_group(self, prompt: Prompt, group_id: str, group_size: int) -> GroupRef:
         assert self._source is not None, "open() comes first"

@@ -26,9 +26,11 @@ from miles_rollout.engines.supervisor import Sync
 from miles_tito.errors import EngineError
 from ray.exceptions import RayActorError
 
+from miles_core.parts import Note
+
 from . import actors
 from .processes import spawn, stop_all
-from .respawn import Note, Respawns, ended
+from .respawn import Respawns, ended
 from .sessions import SessionServers
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_core.config import Config
+from miles_core.parts import Note
 from miles_core.rundir import RunDir
 
 from .fleet import Fleet
-from .respawn import Note
 from .sessions import SessionServers
 from .trainers import Trainers
 from .workers import Workers

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import ray
 from miles_tito.errors import MilesError
 from ray.exceptions import RayActorError
+
+from miles_core.parts import Note
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +18,6 @@ MAX_DEATHS = 5
 SPELL_S = 300.0
 """Deaths longer ago than this no longer count."""
 BACKOFF_S = 0.5
-
-Note = Callable[[str, str, str], None]
-"""Told what happened: kind of part, which one, what."""
 
 
 class PartLostError(MilesError, RuntimeError):

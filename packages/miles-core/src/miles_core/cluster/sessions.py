@@ -13,10 +13,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from miles_core.metering import Counters
+from miles_core.parts import Note
 
 from . import actors
 from .processes import spawn, stop_all
-from .respawn import Note, Respawns, ended
+from .respawn import Respawns, ended
 
 
 class SessionServers:

@@ -24,8 +24,12 @@ class Turns:
         """A step was trained and not pushed; its turn is still on."""
 
     async def begin_step(self) -> None:
-        """Before a step changes the weights; the turn ends with their push, or with `forget`."""
-        await self._lock.acquire()
+        """Before a step changes the weights; the turn ends with their push, or with `forget`.
+
+        Steps that nobody pushes, as of supervised training, share one turn.
+        """
+        if not self._is_ahead:
+            await self._lock.acquire()
         self._is_ahead = True
         self._set(None)
 

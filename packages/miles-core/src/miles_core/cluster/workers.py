@@ -13,12 +13,13 @@ from miles_tito.summary import GroupRef
 from ray.exceptions import RayActorError
 
 from miles_core.config import Config
+from miles_core.parts import Note
 from miles_core.rundir import RunDir
 from miles_core.workers import lost_group
 
 from . import actors
 from .processes import spawn, stop_all
-from .respawn import Note, Respawns
+from .respawn import Respawns
 from .sessions import SessionServers
 
 MAX_LOSSES = 2
