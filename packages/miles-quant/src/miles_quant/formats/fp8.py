@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .blocks import fold, shape_of, unfold
-from .numbers import E4M3_MAX, FLOAT_MAX, divide, to_e4m3
+from .numbers import E4M3_MAX, FLOAT_MAX, divide, one_nan, to_e4m3
 from .spec import Format, QuantizedTensor, StoredPart
 
 
@@ -85,6 +85,7 @@ class Fp8Format(Format):
 def _scale(blocks: torch.Tensor, amax: torch.Tensor, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Scaled blocks and stored scales, by tensor-by-tensor division throughout (see `divide`)."""
     one = torch.ones_like(amax)
+    amax = one_nan(amax)
     if rule == "div":
         scale = torch.div(amax, torch.full_like(amax, E4M3_MAX))
         scale = torch.where(scale == 0, one, scale)

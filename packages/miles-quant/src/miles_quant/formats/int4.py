@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import fold, shape_of, unfold
+from .numbers import one_nan
 from .spec import Format, QuantizedTensor, StoredPart
 
 _ZERO = 8
@@ -54,7 +55,9 @@ class Int4Format(Format):
         quotient = torch.div(fold(weight.to(scale.dtype), self.block), scale[:, None, :, None])
         codes = quotient.round().clamp(low, high).nan_to_num(nan=0.0)
         return QuantizedTensor(
-            codes=_pack_words(unfold(codes, weight.shape)), scale=scale.to(torch.bfloat16), shape=shape_of(weight)
+            codes=_pack_words(unfold(codes, weight.shape)),
+            scale=one_nan(scale.to(torch.bfloat16)),
+            shape=shape_of(weight),
         )
 
     def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:

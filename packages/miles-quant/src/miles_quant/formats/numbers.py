@@ -64,6 +64,11 @@ def unpack_nibbles(packed: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :columns]
 
 
+def one_nan(values: torch.Tensor) -> torch.Tensor:
+    """`values` with every NaN in one pattern, so that bytes can be compared."""
+    return torch.where(values.isnan(), torch.full_like(values, torch.nan), values)
+
+
 def divide(numerator: float, denominator: torch.Tensor) -> torch.Tensor:
     """`numerator / denominator`, rounded once. torch itself turns scalar / tensor into a multiplication by the
     reciprocal, which is off by one ulp in a quarter of the cases."""

@@ -22,7 +22,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from .blocks import fold, shape_of, unfold
-from .numbers import E2M1_MAX, E4M3_MAX, FLOAT_MAX, divide, from_e2m1, pack_nibbles, to_e2m1, to_e4m3, unpack_nibbles
+from .numbers import (
+    E2M1_MAX,
+    E4M3_MAX,
+    FLOAT_MAX,
+    divide,
+    from_e2m1,
+    one_nan,
+    pack_nibbles,
+    to_e2m1,
+    to_e4m3,
+    unpack_nibbles,
+)
 from .spec import Format, QuantizedTensor, StoredPart
 
 _BLOCK = 16
@@ -117,10 +128,15 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def _transformer_engine(blocks: torch.Tensor, amax: torch.Tensor, gamax: torch.Tensor) -> _Parts:
-    encode, decode = _global_scales(gamax, E4M3_MAX)
-    sixth = torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=blocks.device)
-    scale = to_e4m3(amax * (encode * sixth))
+    multiplier, decode = transformer_engine_scales(gamax)
+    scale = to_e4m3(amax * multiplier)
     return _encode(blocks, scale, decode), scale, decode
+
+
+def transformer_engine_scales(gamax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a block's largest value is multiplied by to give its scale, and the scale above all blocks."""
+    encode, decode = _global_scales(gamax, E4M3_MAX)
+    return encode * torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=gamax.device), decode
 
 
 def _four_over_six(blocks: torch.Tensor, amax: torch.Tensor, gamax: torch.Tensor, *, squared: bool) -> _Parts:
@@ -164,14 +180,14 @@ def _one_level(blocks: torch.Tensor, amax: torch.Tensor) -> _Parts:
 
 
 def _global_scales(gamax: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor]:
-    encode = divide(E2M1_MAX * top, gamax).clamp(max=FLOAT_MAX)
+    encode = divide(E2M1_MAX * top, one_nan(gamax)).clamp(max=FLOAT_MAX)
     encode = torch.where(encode == 0, torch.ones_like(encode), encode)
     return encode, divide(1.0, encode)
 
 
 def _decode_scale(gamax: torch.Tensor) -> torch.Tensor:
     """gamax / 2688; 1 where that is 0, for which ModelOpt and torchao themselves give NaN."""
-    scale = torch.div(gamax, torch.full_like(gamax, E2M1_MAX * E4M3_MAX))
+    scale = torch.div(one_nan(gamax), torch.full_like(gamax, E2M1_MAX * E4M3_MAX))
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import QuantError
 from ..native import kernels
+from .blocks import shape_of
 from .names import FormatName
 
 
@@ -97,7 +98,7 @@ class Format(ABC):
         if not self.name.has_tensor_scale:
             if amax is not None:
                 raise QuantError(f"{self.name} has no scale of the whole tensor, so `amax` has no place in it.")
-            return kernels.quantize(self, weight, None) or self._quantize(weight, None)
+            return self._compute(weight, None)
         local = self.amax(weight)
         if amax is None:
             amax = local
@@ -108,7 +109,7 @@ class Format(ABC):
                     f"`amax` {float(amax):.9g} is below the largest absolute value of the matrix, {float(local):.9g}; "
                     "it must cover every shard and sibling."
                 )
-        return kernels.quantize(self, weight, amax) or self._quantize(weight, amax)
+        return self._compute(weight, amax)
 
     def dequantize(self, quantized: QuantizedTensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[N, K], the value that an engine computes with: float32 arithmetic, rounded once to `dtype`."""
@@ -122,7 +123,8 @@ class Format(ABC):
 
     def amax(self, weight: torch.Tensor) -> torch.Tensor:
         """The largest absolute value, float32 scalar; NaN if any value is."""
-        return weight.detach().abs().amax().float()
+        rows = kernels.row_amax(weight.detach())
+        return weight.detach().abs().amax().float() if rows is None else rows.amax()
 
     def store(self, quantized: QuantizedTensor) -> dict[str, torch.Tensor]:
         """Stored tensors by suffix, in the order of `parts`."""
@@ -151,6 +153,13 @@ class Format(ABC):
         """Shape of the scales of a matrix of `shape`."""
         rows, columns = (b or n for b, n in zip(self.block, shape, strict=True))
         return -(-shape[0] // rows), -(-shape[1] // columns)
+
+    def _compute(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
+        parts = kernels.quantize(self, weight, amax)
+        if parts is None:
+            return self._quantize(weight, amax)
+        codes, scale, global_scale = parts
+        return QuantizedTensor(codes=codes, scale=scale, global_scale=global_scale, shape=shape_of(weight))
 
     @abstractmethod
     def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor: ...

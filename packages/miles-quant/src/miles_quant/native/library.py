@@ -1,0 +1,100 @@
+"""The compiled kernels as ctypes functions, or the reason why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from ..errors import QuantError
+from .build import LIBRARY, sources_digest
+
+_FOLDER = Path(__file__).parent
+_log = logging.getLogger("miles_quant")
+
+
+class Kernels(ctypes.Structure):
+    """`struct Kernels` of kernels.h."""
+
+    _fields_ = [
+        ("row_amax", CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_int64, c_int64)),
+        ("mx_quantize", CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int, c_int)),
+        ("mx_dequantize", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int)),
+        ("fp8_quantize", CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 4, c_int, POINTER(c_float))),
+        ("fp8_dequantize", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, *[c_int64] * 4)),
+        (
+            "nvfp4_quantize",
+            CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
+        ),
+        ("nvfp4_dequantize", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_void_p, c_int64)),
+        ("int4_quantize", CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64)),
+        ("int4_dequantize", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64)),
+    ]  # fmt: skip
+
+
+_forced: list[str] = []
+
+
+def find_kernels() -> Kernels | None:
+    """The table for this machine; None where torch has to do it, which is said once."""
+    if _forced:
+        return None if _forced[-1] == "torch" else _table(_forced[-1])
+    return _table("")
+
+
+@contextmanager
+def using(isa: str) -> Iterator[None]:
+    """Within the block: `avx512`, `avx2`, `portable`, or `torch` for no kernels at all. Of the whole process.
+
+    Raises:
+        QuantError: the library is not there, or the machine does not run that instruction set.
+    """
+    if isa != "torch" and _table(isa) is None:
+        raise QuantError(f"There are no kernels for {isa} here: {_reason() or 'the machine does not run it'}.")
+    _forced.append(isa)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@cache
+def _table(isa: str) -> Kernels | None:
+    library = _load()
+    if library is None:
+        return None
+    library.mq_kernels.restype, library.mq_kernels.argtypes = POINTER(Kernels), [c_char_p]
+    found = library.mq_kernels(isa.encode())
+    return found.contents if found else None
+
+
+@cache
+def _load() -> ctypes.CDLL | None:
+    reason = _reason()
+    if reason is None:
+        return ctypes.CDLL(str(_FOLDER / LIBRARY))
+    _log.warning(
+        "miles-quant: %s. Formats are computed by torch: the same bytes, ten to forty times slower on a CPU. "
+        "With a C++ compiler, build the kernels by `python -m %s.build`.",
+        reason,
+        __package__,
+    )
+    return None
+
+
+@cache
+def _reason() -> str | None:
+    path = _FOLDER / LIBRARY
+    if not path.exists():
+        return "the CPU kernels are not built"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.mq_sources.restype = c_char_p
+        sources = library.mq_sources().decode()
+    except (OSError, AttributeError) as error:
+        return f"{path} does not load ({error})"
+    return None if sources == sources_digest(_FOLDER) else f"{path} was built from other sources"
