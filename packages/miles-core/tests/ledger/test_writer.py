@@ -196,6 +196,17 @@ def test_a_checkpoint_commits_its_step_and_those_before(ledger: Ledger) -> None:
     assert ledger.verify() == []
 
 
+def test_a_step_that_a_run_goes_on_from_is_committed_even_if_the_ledger_was_not_told(ledger: Ledger) -> None:
+    issue(ledger, "g0", "g1")
+    finish(ledger, "g0", "g1")
+    train(ledger, 1, "g0")
+    train(ledger, 2, "g1")
+    again = reopen(ledger)
+    again.start(1)
+    assert rows(again, "SELECT version, committed_at IS NOT NULL FROM steps") == [(1, 1), (2, 0)]
+    again.close()
+
+
 def test_a_run_goes_on_only_from_what_the_ledger_knows(ledger: Ledger) -> None:
     issue(ledger, "g0")
     with pytest.raises(LedgerError, match=r"go on from step 3, but .* ends at step 0"):

@@ -48,7 +48,7 @@ class OpenGroup:
 
     def versions(self, oldest: int | None, newest: int | None) -> tuple[int, int] | None:
         """What recorded versions of some of its tokens are on the surviving branch; None where none were recorded."""
-        if oldest is None or newest is None or oldest < 0:
+        if oldest is None or newest is None:
             return None
         return effective_versions(oldest, newest, self.rewinds)
 

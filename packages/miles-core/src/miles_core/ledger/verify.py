@@ -127,7 +127,7 @@ def _nothing_trained_is_too_old(db: sqlite3.Connection) -> Iterator[str]:
         "JOIN episodes ON episodes.number = groups.number AND NOT is_masked "
         "WHERE dropped_start IS NULL AND starts.max_staleness IS NOT NULL GROUP BY step_groups.number"
     ):
-        oldest = issued if oldest is None or oldest < 0 else oldest
+        oldest = issued if oldest is None else oldest
         later = [step for rewound, step in steps if issued_start < rewound <= start]
         oldest, _ = effective_versions(oldest, max(oldest, newest or 0), later)
         if version - 1 - oldest > limit:

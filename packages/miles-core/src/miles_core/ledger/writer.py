@@ -350,6 +350,11 @@ class Ledger(Transactions):
             )
             self._start = start
             if last is not None:
+                db.execute(  # a checkpoint was complete, and the process died before it could say so
+                    "UPDATE steps SET committed_at = ? WHERE dropped_start IS NULL AND version <= ? "
+                    "AND committed_at IS NULL",
+                    (now, from_step or 0),
+                )
                 returned = self._return_groups(db, from_step or 0)
                 db.execute("UPDATE starts SET returned = ? WHERE start = ?", (returned, start))
                 self._issue_again(db, last, from_step or 0)
