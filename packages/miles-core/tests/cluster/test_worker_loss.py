@@ -1,0 +1,117 @@
+"""A worker process that dies is replaced once, and its groups run again elsewhere under a higher attempt."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from miles_core.cluster import respawn, workers
+from miles_core.cluster.respawn import PartLostError
+from miles_core.cluster.workers import Workers
+from miles_core.config import Config
+from miles_core.rundir import RunDir
+from miles_core.workers import WORKER_LOST
+from miles_rollout.buffer import GroupBuffer
+from miles_rollout.config import RolloutConfig
+from miles_rollout.fates import Fate
+from miles_tito.records import Prompt
+from ray.exceptions import RayActorError
+
+
+class Method:
+    """A remote method; a dead actor's raises."""
+
+    def __init__(self, actor: Actor, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        return self._actor.call(self._name, args)
+
+
+class Actor:
+    """Stands where a worker actor does."""
+
+    def __init__(self, deadly: set[str], made: list[Actor]) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._deadly = deadly
+        self._died = asyncio.Event()
+        made.append(self)
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self, name)
+
+    async def call(self, name: str, args: tuple[Any, ...]) -> Any:
+        self.calls.append((name, args))
+        if name != "run_group":
+            return None
+        if args[1] in self._deadly:
+            self._died.set()
+        if self._deadly:
+            await self._died.wait()
+            raise RayActorError
+        return f"group {args[1]} attempt {args[3]}"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Workers over fake actors, the actors made so far, and the groups that kill the process they run in."""
+
+    made: list[Actor] = []
+    deadly: set[str] = set()
+    told: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(workers, "spawn", lambda *args, **options: lambda: Actor(deadly, made))
+    monkeypatch.setattr(workers.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(respawn, "BACKOFF_S", 0.0)
+    made_of = Workers(
+        Config(rollout=RolloutConfig(retries=1)),
+        run_dir=RunDir(path=tmp_path),
+        note=lambda *words: told.append(words),
+    )
+    return SimpleNamespace(workers=made_of, made=made, deadly=deadly, told=told)
+
+
+def run(cluster: Any, group_id: str) -> asyncio.Task[Any]:
+    call = cluster.workers.run_group(Prompt(id="p"), group_id=group_id, group_size=2)
+    return asyncio.ensure_future(call)
+
+
+async def test_groups_of_a_dead_worker_run_again_with_a_higher_attempt_in_one_new_process(cluster: Any):
+    cluster.deadly.add("g1")
+    groups = [run(cluster, "g0"), run(cluster, "g1"), run(cluster, "g2")]
+    await asyncio.sleep(0)
+    while not cluster.made[0]._died.is_set():
+        await asyncio.sleep(0)
+    cluster.deadly.clear()
+    assert await asyncio.gather(*groups) == [f"group g{i} attempt 2" for i in range(3)]
+    assert len(cluster.made) == 2
+    assert cluster.told == [("worker", "worker-0", "gone, started again: its process died")]
+
+
+async def test_a_group_that_loses_two_workers_has_failed_with_the_reason_and_counts_as_failure(cluster: Any):
+    cluster.deadly.add("g0")
+    ref = await run(cluster, "g0")
+    assert len(cluster.made) == 3
+    assert all(WORKER_LOST in (episode.error or "") for episode in ref.episodes)
+    assert [episode.reward for episode in ref.episodes] == [None, None]
+    fates: list[tuple[Fate, str]] = []
+    config = RolloutConfig(group_size=2, groups_per_step=1)
+    buffer = GroupBuffer(config, observer=lambda event: fates.append((event.fate, event.reason)))
+    await buffer.acquire()
+    buffer.issue("g0", Prompt(id="p"))
+    assert buffer.put(ref) is Fate.FAILED
+    assert fates[-1] == (Fate.FAILED, WORKER_LOST)
+
+
+async def test_a_worker_that_dies_again_and_again_ends_the_run(cluster: Any):
+    cluster.deadly |= {f"g{i}" for i in range(9)}
+    for i in range(2):
+        await run(cluster, f"g{i}")
+    await asyncio.wait([third := run(cluster, "g2")])
+    with pytest.raises(PartLostError, match="worker worker-0 died 6 times within 300 s"):
+        third.result()
