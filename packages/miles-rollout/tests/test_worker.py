@@ -462,3 +462,54 @@ def test_workers_share_the_permits_of_the_configuration() -> None:
             Worker.from_config(config, env=env, sessions=ScriptedSessions(), run_id="r", num_workers=8)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("held", [None, (20, 40), (50, 70)])
+def test_an_episode_that_spent_its_time_without_engines_has_failed_and_is_repeated(
+    held: tuple[float, float] | None,
+) -> None:
+    async def main() -> None:
+        attempts: list[int] = []
+
+        async def play(prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
+            attempts.append(ctx.attempt)
+            assert ctx.deadline is not None
+            if ctx.attempt == 0:
+                await asyncio.sleep(ctx.deadline - now())
+                return EpisodeResult(outcome=Outcome.POLICY_LIMIT, reward=0.0)
+            return graded()
+
+        worker = make_worker(ScriptedEnv(play), ScriptedSessions(), episode_timeout_s=60, retries=1)
+        running = asyncio.create_task(worker.run_group(Prompt(id="p"), group_id="g", group_size=1))
+        if held is not None:
+            await asyncio.sleep(held[0])
+            worker.hold(True)
+            await asyncio.sleep(held[1] - held[0])
+            worker.hold(False)
+        [episode] = (await running).episodes
+        is_hit = held is not None
+        assert (episode.outcome, attempts) == ((Outcome.GRADED, [0, 1]) if is_hit else (Outcome.POLICY_LIMIT, [0]))
+        if is_hit:
+            assert "no engine served for a part of it" in (episode.failed_attempts[0].error or "")
+
+    run_virtual(main())
+
+
+def test_episodes_start_only_while_an_engine_serves() -> None:
+    async def main() -> None:
+        started: list[float] = []
+
+        async def play(prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
+            started.append(now())
+            assert ctx.deadline == now() + 60
+            return graded()
+
+        worker = make_worker(ScriptedEnv(play), ScriptedSessions(), episode_timeout_s=60)
+        worker.hold(True)
+        running = asyncio.create_task(worker.run_group(Prompt(id="p"), group_id="g", group_size=2))
+        await asyncio.sleep(500)
+        worker.hold(False)
+        await running
+        assert started == [500, 500]
+
+    run_virtual(main())

@@ -100,6 +100,11 @@ class RolloutWorker:
             self._config, env=self._env, sessions=self._sessions, run_id=self._run_id, num_workers=self._num_workers
         )
 
+    def hold(self, is_held: bool) -> None:
+        """Told when no engine serves any more, and when one does again."""
+        if self._worker is not None:
+            self._worker.hold(is_held)
+
     def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         """The environment's prompts of `split`, at most `limit` of them."""
         most = MOST_PROMPTS + 1 if limit is None else limit

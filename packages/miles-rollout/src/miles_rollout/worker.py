@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import re
 import time
@@ -104,6 +105,10 @@ class Worker:
         """Environments that swallowed their cancellation; the references keep them from vanishing unseen."""
         self._num_running = 0
         self._num_retried = 0
+        self._serving = asyncio.Event()
+        self._serving.set()
+        self._held_until = -math.inf
+        """End of the last time without an engine."""
 
     @classmethod
     def from_config(
@@ -127,6 +132,18 @@ class Worker:
             backoff_s=config.retry_backoff_s,
             partial=config.partial,
         )
+
+    def hold(self, is_held: bool) -> None:
+        """Told when no engine serves any more, and when one does again.
+
+        Episodes start only while one serves, and one that spent its time waiting for engines has failed, whatever the
+        environment makes of it: it is no limit of the policy.
+        """
+        if is_held:
+            self._serving.clear()
+        elif not self._serving.is_set():
+            self._held_until = asyncio.get_running_loop().time()
+            self._serving.set()
 
     async def run_group(
         self,
@@ -207,13 +224,19 @@ class Worker:
         trajectories: tuple[Trajectory, ...] = ()
         try:
             async with self._permits:
+                await self._serving.wait()
                 started = clock()
                 self._num_running += 1
+                deadline = started + self._episode_timeout_s
                 try:
                     policy = await self._open(session_id, prompt, group_id, ctx, sampling)
-                    result = await self._run_env(prompt, policy, ctx, deadline=started + self._episode_timeout_s)
+                    result = await self._run_env(prompt, policy, ctx, deadline=deadline)
                 finally:
                     self._num_running -= 1
+            if result.outcome is Outcome.POLICY_LIMIT and clock() >= deadline and self._was_held_since(started):
+                result = _infra_abort(
+                    f"it reached its deadline of {self._episode_timeout_s:g} s while no engine served for a part of it"
+                )
             if result.outcome.has_reward:
                 recorded = await self._sessions.trajectories(session_id)
                 trajectories = tuple(t for t in recorded if t.finish_reason is not FinishReason.ABORT)
@@ -238,6 +261,9 @@ class Worker:
             seconds=clock() - started,
             finished_at=time.time(),
         )
+
+    def _was_held_since(self, started: float) -> bool:
+        return not self._serving.is_set() or self._held_until > started
 
     async def _open(self, session_id: str, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Policy:
         metadata = {

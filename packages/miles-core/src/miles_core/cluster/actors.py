@@ -185,6 +185,9 @@ class WorkerActor:
     async def connect(self, sessions: Sequence[str], api_key: str) -> None:
         self._opened().connect(sessions, api_key=api_key)
 
+    async def hold(self, is_held: bool) -> None:
+        self._opened().hold(is_held)
+
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         return self._opened().prompts(split, limit)
 

@@ -32,6 +32,7 @@ from . import actors
 from .processes import spawn, stop_all
 from .respawn import Respawns, ended
 from .sessions import SessionServers
+from .workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +53,20 @@ class Fleet:
         model: Path,
         log: Path,
         sessions: SessionServers,
+        workers: Workers,
         sync: Sync,
         note: Note,
     ) -> None:
         """
         Args:
             sessions: in front of the engines; watched along with them.
+            workers: told, like the sessions, when no engine serves.
             sync: brings one engine to the run's weights.
             note: told of everything that happens to engines, router and session servers.
         """
         self._config = config
         self._sessions = sessions
+        self._workers = workers
         self._note = note
         self._sync = sync
         self._engines = [
@@ -122,11 +126,14 @@ class Fleet:
     async def route(self, urls: Sequence[str]) -> None:
         """Send requests to exactly these engines; without any, hold them back."""
         if not urls:
-            await self._sessions.hold(True)
+            await self._hold(True)
         if self._router is not None:
             await self._router.route(urls)
         if urls:
-            await self._sessions.hold(False)
+            await self._hold(False)
+
+    async def _hold(self, is_held: bool) -> None:
+        await asyncio.gather(self._sessions.hold(is_held), self._workers.hold(is_held))
 
     def metrics(self) -> dict[str, float]:
         return self.supervisor.metrics()

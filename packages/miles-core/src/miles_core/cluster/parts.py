@@ -27,6 +27,7 @@ class RayParts:
             state=run_dir.path / "sessions",
             engines=lambda: self._fleet.urls if self._fleet else (),
         )
+        self._workers = Workers(config, run_dir=run_dir, note=self._note)
         self._listener: Note | None = None
 
     def tell(self, note: Note) -> None:
@@ -43,6 +44,7 @@ class RayParts:
             model=model,
             log=self._run_dir.log,
             sessions=self._sessions,
+            workers=self._workers,
             sync=self._trainers.sync,
             note=self._note,
         )
@@ -54,7 +56,7 @@ class RayParts:
         return self._sessions
 
     def workers(self) -> Workers:
-        return Workers(self._config, run_dir=self._run_dir, note=self._note)
+        return self._workers
 
     def _engine_urls(self) -> list[str]:
         assert self._fleet is not None, "engines start before the sessions in front of them"

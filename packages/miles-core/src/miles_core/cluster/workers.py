@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ class Workers:
     async def connect(self, sessions: SessionServers) -> None:
         await asyncio.gather(*(slot.connect(sessions.urls, sessions.api_key) for slot in self._slots))
 
+    async def hold(self, is_held: bool) -> None:
+        """Tell every worker when no engine serves any more, and when one does again."""
+        await asyncio.gather(*(slot.hold(is_held) for slot in self._slots))
+
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         return await self._slots[0].actor.prompts.remote(split, limit)
 
@@ -71,6 +76,7 @@ class _Slot:
         self._respawns = Respawns("worker", self._name)
         self._respawning = asyncio.Lock()
         self._sessions: tuple[list[str], str] | None = None
+        self._is_held = False
         self.actor = self._make()
 
     @property
@@ -91,6 +97,11 @@ class _Slot:
         self._sessions = (urls, api_key)
         await self.actor.connect.remote(urls, api_key)
 
+    async def hold(self, is_held: bool) -> None:
+        self._is_held = is_held
+        with suppress(RayActorError):  # the next one is told when it is up
+            await self.actor.hold.remote(is_held)
+
     async def replace(self, dead: Any) -> None:
         """A new process in place of `dead`, once, however many of its groups ask for it.
 
@@ -106,6 +117,7 @@ class _Slot:
             await self.open()
             if self._sessions is not None:
                 await self.connect(*self._sessions)
+            await self.hold(self._is_held)
 
     def _make(self) -> Any:
         concurrency = self._config.rollout.num_credits + 1024  # one call a group, evaluations beside them
