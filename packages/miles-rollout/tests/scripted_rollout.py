@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-from miles_rollout import RolloutConfig
+from miles_rollout import RolloutConfig, Verdict
 from miles_tito import (
     Ctx,
     Episode,
@@ -223,6 +223,19 @@ class ScriptedEnv:
 
 def graded(reward: float = 1.0) -> EpisodeResult:
     return EpisodeResult(outcome=Outcome.GRADED, reward=reward)
+
+
+def always_keep(ref: GroupRef, *, required_rewards: int) -> Verdict:
+    """A user's failure policy."""
+    return Verdict.KEEP
+
+
+def always_retry(ref: GroupRef, *, required_rewards: int) -> Verdict:
+    return Verdict.RETRY
+
+
+def always_mask(ref: GroupRef, *, required_rewards: int) -> Verdict:
+    return Verdict.MASK
 
 
 def broken_filter(ref: GroupRef) -> str | None:

@@ -15,6 +15,7 @@ from miles_rollout import (
     Fate,
     FateEvent,
     GroupBuffer,
+    RolloutConfigError,
 )
 from miles_tito import Prompt
 from scripted_rollout import make_config, make_fan_out_ref, make_ref, now, run_virtual
@@ -174,6 +175,77 @@ def test_retry_runs_the_prompt_of_a_stale_group_again() -> None:
     run_virtual(main())
 
 
+def test_a_prompt_that_is_too_old_every_time_runs_again_so_often_and_no_more() -> None:
+    async def main() -> None:
+        events: list[FateEvent] = []
+        config = make_config(groups_per_step=1, max_staleness=0, put_policy="retry", group_retries=2)
+        buffer = GroupBuffer(config, observer=events.append)
+        for number in range(3):
+            await buffer.acquire()
+            buffer.issue(f"g{number}", Prompt(id="slow"))
+            buffer.set_version(number + 1)
+            assert buffer.put(make_ref(f"g{number}", versions=number)) is Fate.STALE
+            assert (buffer.next_retry() is None) == (number == 2)
+        assert [event.will_retry for event in events if event.fate is Fate.STALE] == [True, True, False]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("policy", "rewards", "fate", "reason", "again"),
+    [
+        ("keep", [1.0, None, 0.0], Fate.BUFFERED, "", False),
+        ("keep", [1.0, None, None], Fate.FAILED, "too_few_rewards", False),
+        ("retry", [1.0, None, 0.0], Fate.BUFFERED, "", False),
+        ("retry", [1.0, None, None], Fate.FAILED, "too_few_rewards", True),
+        ("drop", [1.0, None, 0.0], Fate.FAILED, "incomplete", False),
+        ("drop", [1.0, 0.5, 0.0], Fate.BUFFERED, "", False),
+        ("scripted_rollout:always_keep", [1.0, None, None], Fate.FAILED, "too_few_rewards", False),
+        ("scripted_rollout:always_retry", [1.0, None, 0.0], Fate.FAILED, "incomplete", True),
+    ],
+)
+def test_r05_the_failure_policy_decides_what_becomes_of_the_siblings(
+    policy: str, rewards: list[float | None], fate: Fate, reason: str, again: bool
+) -> None:
+    async def main() -> None:
+        events: list[FateEvent] = []
+        buffer = GroupBuffer(make_config(group_size=3, failure_policy=policy), observer=events.append)
+        await issue(buffer, "a")
+        assert buffer.put(make_ref("a", rewards)) is fate
+        assert (events[-1].reason, events[-1].will_retry) == (reason, again)
+        assert (buffer.next_retry() is not None) == again
+        assert buffer.metrics().get(f"buffer/discarded/{reason}", 0) == (fate is Fate.FAILED)
+
+    run_virtual(main())
+
+
+def test_a_prompt_whose_group_fails_every_time_is_given_up_and_its_retries_start_anew_after_a_success() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(
+            make_config(groups_per_step=1, max_staleness=2, failure_policy="retry", group_retries=1, max_failure_rate=1)
+        )
+        fates: list[bool] = []
+        for number, rewards in enumerate([[None, None], [0.0, 1.0], [None, None], [None, None], [None, None]]):
+            await buffer.acquire()
+            buffer.issue(f"g{number}", Prompt(id="p"))
+            if buffer.put(make_ref(f"g{number}", rewards)) is Fate.BUFFERED:
+                buffer.release(await buffer.take())
+            fates.append(buffer.next_retry() is not None)
+        assert fates == [True, False, True, False, True]
+
+    run_virtual(main())
+
+
+def test_a_failure_policy_that_masks_is_told_that_it_cannot() -> None:
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(failure_policy="scripted_rollout:always_mask"))
+        await issue(buffer, "a")
+        with pytest.raises(RolloutConfigError, match="answered 'mask' for group a"):
+            buffer.put(make_ref("a", [1.0, None]))
+
+    run_virtual(main())
+
+
 def test_keep_trains_a_group_of_any_age() -> None:
     async def main() -> None:
         buffer = GroupBuffer(make_config(max_staleness=0, put_policy="keep", take_policy="keep"))
@@ -196,7 +268,8 @@ def test_s02_mask_keeps_the_fresh_siblings_of_a_stale_episode() -> None:
         (ref,) = await buffer.take()
         assert ref.metadata[MASKED_EPISODES] == ("a/0",)
         assert ref.rewards == (0.0, 1.0, 1.0, 1.0)
-        assert buffer.metrics()["buffer/staleness_max"] == 1
+        metrics = buffer.metrics()
+        assert (metrics["buffer/staleness_max"], metrics["buffer/masked_episodes"]) == (1, 1)
         assert buffer.put(make_ref("b", [0.0, 1.0, 1.0, 1.0], versions=2)) is Fate.STALE
 
     run_virtual(main())

@@ -236,6 +236,7 @@ def test_retried_prompts_are_issued_again_as_often_as_their_groups_were_stale(
         max_staleness=staleness,
         put_policy="retry",
         take_policy="retry",
+        group_retries=10**6,
         max_empty_batches=6,
         max_failure_rate=1.0,
     )

@@ -11,6 +11,7 @@ from miles_rollout import (
     BufferClosedError,
     BufferStateError,
     EmptyBatchesError,
+    FailureBudgetError,
     Fate,
     FateCounts,
     FateEvent,
@@ -20,10 +21,20 @@ from miles_rollout import (
     Resume,
     ResumedGroup,
     Retry,
+    Worker,
     produce,
 )
-from miles_tito import GroupRef, Prompt, Sampling
-from scripted_rollout import make_config, make_prompts, make_ref, now, run_virtual
+from miles_tito import Ctx, EpisodeResult, GroupRef, Policy, Prompt, Sampling
+from scripted_rollout import (
+    ScriptedEnv,
+    ScriptedSessions,
+    graded,
+    make_config,
+    make_prompts,
+    make_ref,
+    now,
+    run_virtual,
+)
 
 
 class ScriptedRuns:
@@ -341,5 +352,45 @@ def test_groups_beyond_the_present_credits_hold_new_issues_back() -> None:
         retry = buffer.next_retry()
         assert retry is not None
         assert retry.retry_of == "g0"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("broken", "stops"), [({3}, False), (set(range(0, 8, 2)), False), (set(range(1, 8)), True)])
+def test_r05_a_reward_that_raises_costs_its_group_and_the_run_only_above_the_budget(
+    broken: set[int], stops: bool
+) -> None:
+    async def main() -> None:
+        async def play(prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
+            await asyncio.sleep(1)
+            if int(prompt.id[1:]) in broken:
+                raise KeyError("no such label")
+            return graded(float(ctx.episode_id.endswith("/0")))
+
+        events: list[FateEvent] = []
+        config = make_config(groups_per_step=2, max_staleness=0, retries=0, max_failure_rate=0.8, min_failures=12)
+        buffer = GroupBuffer(config, observer=events.append)
+        worker = Worker.from_config(
+            config, env=ScriptedEnv(play), sessions=ScriptedSessions(version=lambda: buffer.version), run_id="r"
+        )
+        producer = asyncio.create_task(
+            produce(
+                prompts=PromptStream(make_prompts(8)),
+                buffer=buffer,
+                run_group=worker.run_group_ref,
+                group_size=config.group_size,
+            )
+        )
+        if stops:
+            with pytest.raises(FailureBudgetError, match=r"KeyError: 'no such label'"):
+                await train(buffer, 8)
+            with pytest.raises(FailureBudgetError):
+                await producer
+            return
+        await train(buffer, 8)
+        failed = [event for event in events if event.fate is Fate.FAILED]
+        assert {event.reason for event in failed} == {"too_few_rewards"}
+        assert {int(event.prompt_id[1:]) for event in failed} == broken
+        await stop(producer)
 
     run_virtual(main())

@@ -82,6 +82,7 @@ def resolve_imports(config: Config) -> None:
         "rollout.advantage": config.rollout.advantage,
         "rollout.filter": config.rollout.filter,
         "eval.external": config.eval.external if is_import_string(config.eval.external or "") else None,
+        "rollout.failure_policy": config.rollout.failure_policy,
         "rollout.put_policy": config.rollout.put_policy,
         "rollout.take_policy": config.rollout.take_policy,
         "train.loss.kind": config.train.loss.kind,

@@ -29,7 +29,21 @@ from .errors import (
 from .evaluate import EvalResult, PromptScore, evaluate
 from .fates import Fate, FateCounts, FateEvent, Observer
 from .filters import FILTERS, Filter, compose, no_filter, no_truncated, nonzero_spread
-from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, drop, keep, mask, retry
+from .policies import (
+    FAILURE_POLICIES,
+    MASKED_EPISODES,
+    POLICIES,
+    FailurePolicy,
+    StalePolicy,
+    Verdict,
+    drop,
+    drop_incomplete,
+    keep,
+    keep_rest,
+    mask,
+    retry,
+    retry_group,
+)
 from .producer import Gate, Spool, produce
 from .prompts import PromptSource, PromptState, PromptStream
 from .registry import resolve
@@ -38,6 +52,7 @@ from .worker import Sessions, Worker
 
 __all__ = [
     "ADVANTAGES",
+    "FAILURE_POLICIES",
     "FILTERS",
     "MASKED_EPISODES",
     "POLICIES",
@@ -49,6 +64,7 @@ __all__ = [
     "EmptyBatchesError",
     "EvalResult",
     "FailureBudgetError",
+    "FailurePolicy",
     "Fate",
     "FateCounts",
     "FateEvent",
@@ -80,9 +96,11 @@ __all__ = [
     "compose",
     "dr_grpo",
     "drop",
+    "drop_incomplete",
     "evaluate",
     "grpo",
     "keep",
+    "keep_rest",
     "mask",
     "no_filter",
     "no_truncated",
@@ -92,5 +110,6 @@ __all__ = [
     "reinforce_pp_baseline",
     "resolve",
     "retry",
+    "retry_group",
     "rloo",
 ]

@@ -4,16 +4,15 @@
     credit ──────────────────▶ IN_FLIGHT ──▶ BUFFERED ──────────▶ a batch ─────────▶ TRAINED
                                    │             │                   │
                                    ├─ filter ────┼── FILTERED        │   every final fate gives
-                                   ├─ rewards ───┼── FAILED          │   the credit back at once
+                                   ├─ failures ──┼── FAILED          │   the credit back at once
                                    ├─ put_policy ┴── STALE ◀─ take_policy
                                    └─ forfeit, close ── ABORTED ◀────┘
 
 A credit is held from issue to the final fate, and there are `(max_staleness + 1) * groups_per_step` of them: a
 group is never issued more than `max_staleness` steps ahead of training. Credits alone do not bound the age of a
-*straggler*: while it runs, its siblings in the queue can be trained and replaced many times. With
-`stragglers = "overtake"` such a group meets the stale policy when it arrives, and `drop` then loses exactly the
-longest episodes, which biases training towards short ones. Raise `max_staleness`, use `retry` or `mask`, or set
-`stragglers = "wait"`, which holds a batch back rather than let an open group become too old.
+*straggler*: while it runs, its siblings in the queue could be trained and replaced many times. So a batch is held back
+rather than let an open group become too old. With `stragglers = "overtake"` it is not: such a group meets the stale
+policy when it arrives, and the longest episodes are lost, which biases training towards short ones.
 
 Everything here runs on one event loop; nothing is thread-safe.
 """
@@ -21,7 +20,7 @@ Everything here runs on one event loop; nothing is thread-safe.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,12 +29,21 @@ from miles_tito import GroupRef, Prompt
 
 from .config import RolloutConfig
 from .dispatch import FAILED_BECAUSE
-from .errors import BufferClosedError, BufferStateError
+from .errors import BufferClosedError, BufferStateError, RolloutConfigError
 from .fates import Fate, FateBook, FateCounts, Observer
 from .filters import FILTERS, Filter
 from .guards import ENGINE_BEHIND, EmptyBatchGuard, FailureBudget, first_line
 from .meters import BufferMeter
-from .policies import MASKED_EPISODES, POLICIES, StalePolicy, Verdict, rest_can_wait, stale_episodes
+from .policies import (
+    FAILURE_POLICIES,
+    MASKED_EPISODES,
+    POLICIES,
+    FailurePolicy,
+    StalePolicy,
+    Verdict,
+    rest_can_wait,
+    stale_episodes,
+)
 from .registry import resolve
 from .resume import Resume, Retry
 
@@ -72,6 +80,7 @@ class GroupBuffer:
         """
         self._config = config
         self._filter: Filter = resolve(config.filter, FILTERS, kind="filter")
+        self._failure_policy: FailurePolicy = resolve(config.failure_policy, FAILURE_POLICIES, kind="failure policy")
         self._put_policy: StalePolicy = resolve(config.put_policy, POLICIES, kind="stale policy")
         self._take_policy: StalePolicy = resolve(config.take_policy, POLICIES, kind="stale policy")
         self._empty = EmptyBatchGuard(
@@ -88,6 +97,8 @@ class GroupBuffer:
         self._reserved = 0
         """Credits acquired for groups that are not issued yet."""
         self._retries: deque[Retry] = deque()
+        self._times_again: Counter[str] = Counter()
+        """Times in a row that each prompt, by id, was to run again."""
         self._waiters: list[asyncio.Future[None]] = []
         self._finished: str | None = None
         self._closed: BaseException | None = None
@@ -206,6 +217,7 @@ class GroupBuffer:
             group.is_taken = True
         self._meter.took(
             staleness=[self._trained_staleness(group) for group in batch],
+            num_masked=sum(len(group.ref.metadata.get(MASKED_EPISODES, ())) for group in batch if group.ref),
             wait_s=asyncio.get_running_loop().time() - started,
         )
         return [group.ref for group in batch if group.ref is not None]
@@ -227,7 +239,7 @@ class GroupBuffer:
             if not self._open[group_id].is_taken:
                 raise BufferStateError(f"Group {group_id!r} cannot be released: it was not taken.")
         for group_id in ids:
-            del self._open[group_id]
+            self._times_again.pop(self._open.pop(group_id).prompt.id, None)
             self._book.advance(group_id, Fate.TRAINED, reason="", version=self._version)
         self._notify()
 
@@ -285,19 +297,47 @@ class GroupBuffer:
 
     def _admit(self, group: _Open, ref: GroupRef) -> tuple[Fate, str]:
         """Give a group that has just finished its next fate; returns it with its reason."""
-        rewarded = sum(reward is not None for reward in ref.rewards)
-        if rewarded < self._config.required_rewards:
-            why = str(ref.metadata.get(FAILED_BECAUSE, "too_few_rewards"))
-            self._discard(group, Fate.FAILED, why)
-            return Fate.FAILED, why
+        if (reason := self._failed(group, ref)) is not None:
+            return Fate.FAILED, reason
         reason = self._filter(ref)
         if reason is not None:
+            self._times_again.pop(group.prompt.id, None)
             self._discard(group, Fate.FILTERED, reason)
             return Fate.FILTERED, reason
         if self._apply(self._put_policy, group, ref) in _DISCARD:
             return Fate.STALE, self._stale_reason(group)
         self._book.advance(ref.id, Fate.BUFFERED, reason="", version=self._version)
         return Fate.BUFFERED, ""
+
+    def _failed(self, group: _Open, ref: GroupRef) -> str | None:
+        """Ask what becomes of a group with failed episodes; the reason if it was discarded."""
+        required = self._config.required_rewards
+        verdict = Verdict.KEEP
+        if ref.num_rewarded < len(ref.episodes):
+            verdict = self._failure_policy(ref, required_rewards=required)
+        if verdict is Verdict.MASK:
+            raise RolloutConfigError(
+                f"`failure_policy` = {self._config.failure_policy!r} answered 'mask' for group {ref.id}; failed episodes "
+                "are never trained, so it answers keep, drop or retry."
+            )
+        if verdict is Verdict.KEEP and ref.num_rewarded >= required:
+            return None
+        reason = str(ref.metadata.get(FAILED_BECAUSE, "too_few_rewards"))
+        if ref.num_rewarded >= required:
+            reason = "incomplete"
+        self._give_up(group, Fate.FAILED, reason, retry=verdict is Verdict.RETRY)
+        return reason
+
+    def _give_up(self, group: _Open, fate: Fate, reason: str, *, retry: bool) -> None:
+        """Discard a group; where a policy wants it, its prompt runs again, a bounded number of times in a row."""
+        prompt_id = group.prompt.id
+        will_retry = retry and self._times_again[prompt_id] < self._config.group_retries
+        self._discard(group, fate, reason, will_retry=will_retry)
+        if will_retry:
+            self._times_again[prompt_id] += 1
+            self._retries.append(Retry(prompt=group.prompt, retry_of=group.id))
+        else:
+            self._times_again.pop(prompt_id, None)
 
     def _apply(self, policy: StalePolicy, group: _Open, ref: GroupRef) -> Verdict:
         """Ask a policy about one group, and do what it says."""
@@ -309,11 +349,8 @@ class GroupBuffer:
             case Verdict.MASK:
                 masked = stale_episodes(ref, staleness=staleness, max_staleness=limit)
                 group.ref = replace(ref, metadata={**ref.metadata, MASKED_EPISODES: masked})
-            case Verdict.DROP:
-                self._discard(group, Fate.STALE, self._stale_reason(group))
-            case Verdict.RETRY:
-                self._discard(group, Fate.STALE, self._stale_reason(group), will_retry=True)
-                self._retries.append(Retry(prompt=group.prompt, retry_of=group.id))
+            case Verdict.DROP | Verdict.RETRY:
+                self._give_up(group, Fate.STALE, self._stale_reason(group), retry=verdict is Verdict.RETRY)
         return verdict
 
     def _next_batch(self) -> list[_Open] | None:

@@ -11,7 +11,7 @@ from miles_tito import Sampling
 from .advantages import ADVANTAGES
 from .errors import RolloutConfigError
 from .filters import FILTERS
-from .policies import POLICIES
+from .policies import FAILURE_POLICIES, POLICIES
 from .registry import check_name
 
 
@@ -56,6 +56,11 @@ class RolloutConfig:
     """grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, or an import string."""
     filter: str = "nonzero_spread"
     """nonzero_spread, no_truncated, no_filter, or an import string."""
+    failure_policy: str = "keep"
+    """For groups with failed episodes. `keep` trains the rest if it holds `min_rewards`, `retry` runs the prompt again
+    if it does not, `drop` discards the group whatever is left; or an import string."""
+    group_retries: int = 3
+    """Times in a row that a prompt runs again because a policy said retry; then its group is discarded for good."""
     put_policy: str = "mask"
     """For groups that are too old when they finish: keep, drop, retry, mask, or an import string."""
     take_policy: str = "mask"
@@ -72,7 +77,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("group_size", "groups_per_step", "max_concurrent_episodes", "max_empty_batches"):
             self._at_least(name, 1)
-        for name in ("max_staleness", "retries", "deadline_grace_s", "retry_backoff_s"):
+        for name in ("max_staleness", "retries", "deadline_grace_s", "retry_backoff_s", "group_retries"):
             self._at_least(name, 0)
         self._at_least("failure_window", 1)
         self._at_least("min_failures", 1)
@@ -95,6 +100,7 @@ class RolloutConfig:
         if self.partial not in ("train", "mask"):
             raise RolloutConfigError(f"`partial` is {self.partial!r}; it is 'train' or 'mask'.")
         self._check_oversampling()
+        check_name(self.failure_policy, FAILURE_POLICIES, kind="failure policy")
         check_name(self.advantage, ADVANTAGES, kind="advantage")
         check_name(self.filter, FILTERS, kind="filter")
         check_name(self.put_policy, POLICIES, kind="stale policy")

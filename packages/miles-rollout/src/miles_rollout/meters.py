@@ -17,9 +17,10 @@ class BufferMeter:
     def __init__(self) -> None:
         self._reset()
 
-    def took(self, *, staleness: Sequence[int], wait_s: float) -> None:
-        """A batch was handed out after `wait_s` seconds."""
+    def took(self, *, staleness: Sequence[int], num_masked: int, wait_s: float) -> None:
+        """A batch was handed out after `wait_s` seconds, with `num_masked` episodes that are not trained."""
         self._staleness += staleness
+        self._num_masked += num_masked
         self._wait_s += wait_s
 
     def snapshot(self) -> dict[str, float]:
@@ -29,6 +30,7 @@ class BufferMeter:
             "buffer/finished": float(self.finished),
             "buffer/discard_rate": total / self.finished if self.finished else 0.0,
             "buffer/take_wait_s": self._wait_s,
+            "buffer/masked_episodes": float(self._num_masked),
         }
         if self._staleness:
             metrics["buffer/staleness_mean"] = sum(self._staleness) / len(self._staleness)
@@ -42,4 +44,5 @@ class BufferMeter:
         self.finished = 0
         self.discarded = Counter()
         self._staleness: list[int] = []
+        self._num_masked = 0
         self._wait_s = 0.0
