@@ -166,6 +166,17 @@ def test_an_epoch_shows_each_conversation_once_in_an_order_of_its_own(make_sourc
     assert all(len({e.id for e in ref.episodes}) == 8 for ref, _ in groups)
 
 
+@pytest.mark.parametrize("skipped", [0, 7, 12, 31])
+def test_a_resumed_source_goes_on_where_the_first_one_was(make_source: MakeSource, tiny: Path, skipped: int) -> None:
+    many = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}"}] for i in range(12)]
+    unbroken, resumed = make_source(many, tiny), make_source(many, tiny)
+    resumed.skip(skipped)
+    if skipped:
+        draw(unbroken, skipped)
+    expected, got = draw(unbroken, 9)[1], draw(resumed, 9)[1]
+    assert [t.tokens.tolist() for t in got] == [t.tokens.tolist() for t in expected]
+
+
 def test_every_demonstration_weighs_the_same(make_source: MakeSource, tiny: Path) -> None:
     ref, _ = draw(make_source(CONVERSATIONS, tiny), 5)
     assert imitate([ref]) == {f"g/{n}": 1.0 for n in range(5)}

@@ -26,7 +26,11 @@ TRAINER = "trainer"
 class Commits:
     """Saves checkpoints as the configuration and the user ask; one is written at a time."""
 
-    def __init__(self, config: CheckpointConfig, *, checkpoints: Checkpoints, ledger: Ledger) -> None:
+    def __init__(self, config: CheckpointConfig, *, checkpoints: Checkpoints, ledger: Ledger | None) -> None:
+        """
+        Args:
+            ledger: is told of each committed step; supervised training keeps none.
+        """
         self._config = config
         self._checkpoints = checkpoints
         self._ledger = ledger
@@ -80,11 +84,13 @@ class Commits:
     async def _finish(self, step: int, trainers: Trainers, state: dict[str, Any]) -> None:
         try:
             await trainers.finish_save()
-            self._ledger.sync()  # what the checkpoint was trained on is on the device before the checkpoint counts
+            if self._ledger is not None:
+                self._ledger.sync()  # what the checkpoint was trained on is on the device before the checkpoint counts
             path = await asyncio.to_thread(self._checkpoints.complete, step, state)
         except BaseException:
             self._checkpoints.abandon(step)
             raise
-        self._ledger.commit(step, path.name)
+        if self._ledger is not None:
+            self._ledger.commit(step, path.name)
         self.last = step
         logger.info("step %d is committed: %s", step, path)

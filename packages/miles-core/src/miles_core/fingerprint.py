@@ -23,7 +23,7 @@ from miles_tito.records import Prompt
 from .config import Config, to_dict
 
 MAY_CHANGE = (
-    *("run.name", "run.dir", "run.steps", "model.path"),
+    *("run.name", "run.dir", "run.steps", "sft.steps", "model.path"),
     *("monitor.*", "checkpoint.*", "eval.*", "ray.*", "sessions.*", "workers.*"),
     *("rollout.max_concurrent_episodes", "rollout.episode_timeout_s", "rollout.deadline_grace_s"),
     *("rollout.retries", "rollout.retry_backoff_s"),

@@ -16,7 +16,7 @@ from .checkpoints import Checkpoints
 from .config import Config, to_dict
 from .config.load import load_config
 from .fingerprint import Changes, compare
-from .rundir import RunDir
+from .rundir import Kind, RunDir
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def resume(
     loaded = load_config(words, kind=facts.kind, stored=stored)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    config = _with_steps(loaded.config, run_dir, steps=steps, more=more)
+    config = _with_steps(loaded.config, facts.kind, run_dir, steps=steps, more=more)
     changes = compare({"config": stored}, {"config": to_dict(config)})
     refuse(changes, accept_changes=accept_changes)
     for sentence in changes.allowed:
@@ -78,16 +78,19 @@ def refuse(changes: Changes, *, accept_changes: bool) -> None:
         logger.warning("accepted: %s", sentence)
 
 
-def _with_steps(config: Config, run_dir: RunDir, *, steps: int | None, more: int | None) -> Config:
+def _with_steps(config: Config, kind: Kind, run_dir: RunDir, *, steps: int | None, more: int | None) -> Config:
     """The configuration with its new last step, which lies behind the newest committed one."""
     found = Checkpoints(run_dir.checkpoints).latest()
     done = found.step if found else 0
     if steps is not None and more is not None:
         raise ResumeError(f"--steps {steps} and --more {more} contradict each other; say one of them.")
-    wanted = done + more if more is not None else steps if steps is not None else config.run.steps
+    section = config.run if kind == "rl" else config.sft
+    wanted = done + more if more is not None else steps if steps is not None else section.steps
     if wanted <= done:
         raise ResumeError(
             f"{run_dir.path} is at step {done} and is to go to step {wanted}: nothing is left to do. Say --more N for "
             f"N further steps, or --steps N with N above {done}."
         )
-    return replace(config, run=replace(config.run, steps=wanted))
+    if kind == "rl":
+        return replace(config, run=replace(config.run, steps=wanted))
+    return replace(config, sft=replace(config.sft, steps=wanted))

@@ -20,8 +20,10 @@ from miles_tito.summary import GroupRef
 from miles_train.config import LossConfig, TrainConfig
 
 from . import loop
+from .checkpoints import Checkpoint, Checkpoints
 from .cluster import spawn
 from .cluster.actors import SupervisedActor
+from .commits import TRAINER, Commits
 from .config import Config
 from .monitor import Monitor
 from .parts import Parts, Trainers, stop_parts
@@ -30,36 +32,53 @@ from .supervised import imitate
 
 
 class SftRun:
-    """`miles sft`: supervised training is the whole job."""
+    """`miles sft`: supervised training is the whole job. In a directory that an earlier start left, it goes on."""
 
     def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts) -> None:
         self._config = config
         self._parts = parts
         self._run_dir = run_dir
         self._monitor = monitor
+        self._checkpoints = Checkpoints(
+            run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+        )
+        self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=None)
         self._began = time.monotonic()
         self._steps = 0
 
     async def run(self) -> None:
         """Train, export to `checkpoints/final`, stop."""
+        self._checkpoints.clean()
+        found = self._checkpoints.latest()
+        self._steps = found.step if found else 0
         trainers = self._parts.trainers()
         try:
             model = await trainers.prepare_model(self._config.model, self._run_dir.model)
             await train_supervised(
-                self._config, trainers=trainers, model=model, monitor=self._monitor, on_step=self._after_step
+                self._config,
+                trainers=trainers,
+                model=model,
+                monitor=self._monitor,
+                on_step=partial(self._after_step, trainers),
+                found=found,
             )
+            await self._commits.drain()
             await trainers.export(self._run_dir.checkpoints / "final")
         finally:
+            await self._commits.forget()
             await stop_parts([trainers])
 
     def summary(self) -> dict[str, Any]:
         return {"steps": self._steps, "seconds": time.monotonic() - self._began}
 
     async def _after_step(
-        self, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
+        self, trainers: Trainers, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
     ) -> dict[str, float]:
         self._steps = version
-        return {}
+        await self._commits.check()
+        if not self._commits.is_due(version, is_last=version == self._config.sft.steps):
+            return {}
+        return await self._commits.begin(version, trainers=trainers, state={"version": version})
 
 
 def sft_train_config(config: Config) -> TrainConfig:
@@ -83,21 +102,26 @@ async def train_supervised(
     model: Path,
     monitor: Monitor,
     on_step: loop.OnStep = loop.nothing_more,
+    found: Checkpoint | None = None,
 ) -> None:
-    """Train `model` for `sft.steps` steps on `sft.data`."""
-    source = spawn(SupervisedActor)()
-    await asyncio.gather(
-        trainers.setup(sft_train_config(config), model),
-        source.open.remote(config.sft, tokenizer=model, family=config.model.family, seed=config.run.seed),
+    """Train `model` up to step `sft.steps` on `sft.data`, from its beginning or from the checkpoint `found`."""
+    source, step = spawn(SupervisedActor)(), found.step if found else 0
+    batch_size = config.sft.batch_size
+    opened = source.open.remote(
+        config.sft, tokenizer=model, family=config.model.family, seed=config.run.seed, skip=step * batch_size
     )
-    buffer = GroupBuffer(_one_group_a_step(config.sft.batch_size))
+    await asyncio.gather(trainers.setup(sft_train_config(config), model), opened)
+    if found:
+        await trainers.load(found.path / TRAINER)
+    monitor.rewind(step)
+    buffer = GroupBuffer(_one_group_a_step(batch_size), version=step)
     await loop.run(
         produce=partial(
             produce,
             prompts=PromptStream(_draws()),
             buffer=buffer,
             run_group=_Draw(source),
-            group_size=config.sft.batch_size,
+            group_size=batch_size,
         ),
         buffer=buffer,
         trainer=trainers,

@@ -61,6 +61,11 @@ class SupervisedSource:
         self._order: list[int] = []
         self._store = store
 
+    def skip(self, count: int) -> None:
+        """Leave out the next `count` conversations: an earlier start of the run has trained them."""
+        for _ in range(count):
+            self._next()
+
     def group(self, prompt: Prompt, *, group_id: str, group_size: int) -> GroupRef:
         """The next `group_size` conversations."""
         episodes = tuple(
