@@ -317,8 +317,8 @@ class GroupBuffer:
             verdict = self._failure_policy(ref, required_rewards=required)
         if verdict is Verdict.MASK:
             raise RolloutConfigError(
-                f"`failure_policy` = {self._config.failure_policy!r} answered 'mask' for group {ref.id}; failed episodes "
-                "are never trained, so it answers keep, drop or retry."
+                f"`failure_policy` = {self._config.failure_policy!r} answered 'mask' for group {ref.id}; failed "
+                "episodes are never trained, so it answers keep, drop or retry."
             )
         if verdict is Verdict.KEEP and ref.num_rewarded >= required:
             return None
