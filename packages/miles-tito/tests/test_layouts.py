@@ -125,3 +125,57 @@ def test_trl_gets_what_a_rollout_function_returns():
     assert out["env_mask"] == [[1, 1, 0, 1, 1], [1, 1]]
     assert [len(row) for row in out["logprobs"]] == [len(row) for row in out["completion_ids"]]
     assert out["reward"] == [0.25, 0.25]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trls_trainer_takes_a_step_on_them(tmp_path: Any):
+    """What the trainer makes of a rollout: the ids as they were, and only sampled tokens in the loss."""
+    try:
+        trl: Any = importlib.import_module("trl.trainer.grpo_trainer")
+        datasets: Any = importlib.import_module("datasets")
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"TRL's trainer cannot be imported: {error}")
+    import torch
+    from models_at_hand import stand_in
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Backend.from_str(stand_in(("<|end|>",))), eos_token="<|end|>", pad_token="<|end|>"
+    )
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=400, num_key_value_heads=2, head_dim=16, **shape))
+    rewards: list[float] = []
+
+    def reward_of(completions: Any, reward: list[float], **_: Any) -> list[float]:
+        rewards.extend(reward)
+        return reward
+
+    settings = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        max_completion_length=16,
+        beta=0.0,
+    )
+    other = sample("b", [5, 6, 7], [0, 1, 1], reward=1.0)
+    trainer = trl.GRPOTrainer(
+        model=model,
+        args=settings,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "q"}] * 2),
+        processing_class=tokenizer,
+        reward_funcs=reward_of,
+        rollout_func=lambda prompts, trainer: to_trl([TWO_TURNS, other]),
+    )
+    batch = trainer._generate_and_score_completions([{"prompt": "q"} for _ in range(2)])
+    assert batch["completion_ids"][0].tolist()[:5] == [7, 8, 9, 10, 11]
+    assert (batch["completion_mask"] * batch["tool_mask"]).sum(-1).tolist() == [4, 2]
+    assert rewards == [0.25, 1.0]
+    assert batch["advantages"][0] < 0 < batch["advantages"][1]
+    trainer.train()
