@@ -58,6 +58,8 @@ METRICS: Final[dict[str, str]] = {
     "time/take_wait": "Seconds that the trainer waited for groups",
     "time/train": "Seconds of forward, backward and optimizer",
     "time/sync": "Seconds to put the new weights into every engine",
+    "time/checkpoint": "Seconds that training stood still to copy what a checkpoint holds",
+    "time/checkpoint_wait": "Seconds that it waited before for the last checkpoint to be written",
     "time/on_step": "Seconds of evaluation and bookkeeping after the step",
     "engine/tokens_per_s": "Tokens that all engines sampled a second",
     "engine/utilisation": "Share of the step in which the engines generated",
