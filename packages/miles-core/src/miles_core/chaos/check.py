@@ -1,6 +1,6 @@
 """The invariants of a run, held against what it left on disk and against what the scripted parts saw.
 
-Nothing here asks the ledger's own `verify`, which is one of the things under test; the ledger's tables are read as rows.
+Nothing here asks the ledger's own proof but the last check: the ledger's tables are read as rows.
 """
 
 from __future__ import annotations
@@ -8,72 +8,16 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from miles_rollout.fates import Fate
 from miles_rollout.prompts import PromptStream
-from miles_tito.records import Prompt
 
-from miles_core.config import Config
-from miles_core.rundir import RunDir
+from miles_core.ledger.verify import verify
 
-from .record import Record, WeightTree
-from .trainers import TrainerState, read_state
+from .evidence import Evidence, Problem
 
 FINAL = frozenset(fate.value for fate in Fate if fate.is_final)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """Everything that a finished run left."""
-
-    config: Config
-    run_dir: RunDir
-    record: Record
-    prompts: Sequence[Prompt]
-
-    @cached_property
-    def final(self) -> TrainerState:
-        """Of the weights that were exported: the surviving lineage."""
-        return read_state(self.run_dir.checkpoints / "final")
-
-    @cached_property
-    def weights(self) -> WeightTree:
-        return self.record.weights()
-
-    @cached_property
-    def fates(self) -> dict[str, str]:
-        """Group id -> fate, in the order of issue."""
-        return dict(self.rows("SELECT group_id, fate FROM groups ORDER BY number"))
-
-    @cached_property
-    def changes(self) -> list[tuple[str, str]]:
-        """Group id and what happened to it, in order."""
-        return self.rows("SELECT group_id, what FROM changes JOIN groups USING (number) ORDER BY change")
-
-    def rows(self, statement: str) -> list[Any]:
-        db = sqlite3.connect(f"file:{self.run_dir.ledger}?mode=ro", uri=True)
-        try:
-            return db.execute(statement).fetchall()
-        finally:
-            db.close()
-
-    def faults(self) -> Counter[str]:
-        """Kinds of faults that happened."""
-        return Counter(fields["kind"] for _, fields in self.record.entries("fault"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """An invariant that does not hold."""
-
-    text: str
-    group: str | None = None
-    """The group that it shows in."""
 
 
 def check(evidence: Evidence) -> list[Problem]:
@@ -103,7 +47,9 @@ def _steps_are_complete(run: Evidence) -> Iterator[Problem]:
     counts = Counter(version for version, _, _ in run.final.groups)
     for version in range(1, steps + 1):
         if counts[version] != size:
-            yield Problem(text=f"Step {version} of the exported weights has {counts[version]} groups instead of {size}.")
+            yield Problem(
+                text=f"Step {version} of the exported weights has {counts[version]} groups instead of {size}."
+            )
 
 
 def _nothing_is_trained_twice(run: Evidence) -> Iterator[Problem]:
@@ -126,7 +72,9 @@ def _ledger_and_weights_agree(run: Evidence) -> Iterator[Problem]:
     lineage = {group: version for version, group, _ in run.final.groups}
     for group, fate in run.fates.items():
         if (fate == Fate.TRAINED) != (group in lineage):
-            weights = f"step {lineage[group]} of the weights has it" if group in lineage else "the weights do not have it"
+            weights = (
+                f"step {lineage[group]} of the weights has it" if group in lineage else "the weights do not have it"
+            )
             yield Problem(text=f"The ledger calls group {group} {fate}, but {weights}.", group=group)
     for group in lineage.keys() - run.fates.keys():
         yield Problem(text=f"The weights were trained on group {group}, which the ledger does not know.", group=group)
@@ -136,7 +84,9 @@ def _ledger_and_weights_agree(run: Evidence) -> Iterator[Problem]:
     )
     for version, group in steps:
         if lineage.get(group) not in (None, version):
-            yield Problem(text=f"Group {group}: step {version} in the ledger, {lineage[group]} in the weights.", group=group)
+            yield Problem(
+                text=f"Group {group}: step {version} in the ledger, {lineage[group]} in the weights.", group=group
+            )
 
 
 def _every_group_has_one_fate(run: Evidence) -> Iterator[Problem]:
@@ -168,7 +118,9 @@ def _credits_are_kept(run: Evidence) -> Iterator[Problem]:
             continue
         is_open.add(group)
         if what == "issued" and len(is_open) > credits:
-            yield Problem(text=f"{len(is_open)} groups were open at the issue of {group}, with {credits} credits.", group=group)
+            yield Problem(
+                text=f"{len(is_open)} groups were open at the issue of {group}, with {credits} credits.", group=group
+            )
             return
 
 
@@ -246,8 +198,12 @@ def _what_ran_is_taken_up(run: Evidence) -> Iterator[Problem]:
     ran = {fields["group"] for _, fields in run.record.entries("run") if fields["start"] == last}
     if not ran:
         return  # there was nothing left to train
-    for group, finished in run.rows("SELECT group_id, finished_at FROM groups WHERE fate = 'aborted'"):
-        if finished is None and group not in ran:
+    old = run.rows(
+        "SELECT group_id FROM groups JOIN changes USING (number) WHERE fate = 'aborted' AND finished_at IS NULL "
+        "AND what = 'issued' AND start < (SELECT max(start) FROM starts WHERE NOT is_in_place)"
+    )
+    for (group,) in old:
+        if group not in ran:
             yield Problem(text=f"Group {group} was given up at the end, but the last start never ran it.", group=group)
 
 
@@ -271,7 +227,8 @@ def _nothing_is_lost_to_its_length(run: Evidence) -> Iterator[Problem]:
     first = [prompt for _, prompt, fate, _, retry_of in issued if retry_of is None and fate not in lost]
     due = Counter(first[: run.config.run.steps * rollout.groups_per_step])
     if due != Counter(prompt for _, _, prompt in run.final.groups):
-        yield Problem(text=f"A run without faults trains {sorted(due.elements())}, this one {sorted(p for *_, p in run.final.groups)}.")
+        trained = sorted(prompt for *_, prompt in run.final.groups)
+        yield Problem(text=f"A run without faults trains {sorted(due.elements())}, this one {trained}.")
 
 
 def _metrics_have_one_row_a_step(run: Evidence) -> Iterator[Problem]:
@@ -286,7 +243,9 @@ def _metrics_have_one_row_a_step(run: Evidence) -> Iterator[Problem]:
         if len(found) != 1:
             yield Problem(text=f"metrics.jsonl has {len(found)} rows of step {step}.")
         elif found[0] != lineage[step]:
-            yield Problem(text=f"The row of step {step} in metrics.jsonl is of weights {found[0]:.0f}, not {lineage[step]}.")
+            yield Problem(
+                text=f"The row of step {step} in metrics.jsonl is of weights {found[0]:.0f}, not {lineage[step]}."
+            )
     if nodes:
         yield Problem(text=f"metrics.jsonl has rows of steps {sorted(nodes)}, which the run does not have.")
 
@@ -300,8 +259,6 @@ def _lineage(run: Evidence) -> Iterator[tuple[int, int]]:
 
 
 def _the_ledger_agrees(run: Evidence) -> Iterator[Problem]:
-    from miles_core.ledger.verify import verify
-
     db = sqlite3.connect(f"file:{run.run_dir.ledger}?mode=ro", uri=True)
     try:
         for sentence in verify(db):

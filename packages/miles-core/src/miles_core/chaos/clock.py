@@ -61,7 +61,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """The run got somewhere: patience starts anew."""
         self._progress_at = self._now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Run `func` as an event of its own, after a while; work for one executor keeps its order."""
         future: asyncio.Future[T] = self.create_future()
 
@@ -82,7 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.call_at(ends, work)
         return future
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)  # there is no other thread
 
     def _process_events(self, event_list: Any) -> None:

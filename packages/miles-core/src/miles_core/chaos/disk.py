@@ -81,13 +81,14 @@ class Disk:
 
     def _killable(self, path: str, write: Callable[[], Any], *, half: Callable[[], Any] | None) -> Any:
         fault = self._world.fault(*KILLS)
-        if fault is None:
-            return write()
-        if fault.kind == "kill_in_write" and half is not None:
+        if fault is not None and fault.kind == "kill_in_write" and half is not None:
             half()
-        elif fault.kind == "kill_after_write":
-            write()
-        kill(self._world, path)
+        if fault is not None and fault.kind != "kill_after_write":
+            kill(self._world, path)
+        result = write()
+        if fault is not None:
+            kill(self._world, path)
+        return result
 
 
 def kill(world: World, where: str) -> NoReturn:

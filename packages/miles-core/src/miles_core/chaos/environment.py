@@ -1,4 +1,4 @@
-"""A task whose episodes take what the dice say: turns, tokens, seconds, reward; and everything that goes wrong in one."""
+"""A task whose episodes are what the dice say: turns, tokens, seconds, reward; and what goes wrong in them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ScriptedEnv:
 
     @staticmethod
     def prompts(split: str, count: int) -> list[Prompt]:
-        return [Prompt(id=f"{split}-{i}", messages=(_user("ask"),)) for i in range(count)]
+        return [Prompt(id=f"{split}-{i}") for i in range(count)]
 
     async def run(self, prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
         self.running += 1
@@ -51,7 +51,7 @@ class ScriptedEnv:
         kind = fault.kind if fault is not None else ""
         dice = self._world.dice
         is_long = dice("long", prompt.id) < LONG
-        messages: list[Message] = [*prompt.messages]
+        messages: list[Message] = [_user("ask")]
         for turn in range(1 + int(2 * dice("turns", ctx.episode_id, ctx.attempt))):
             tokens = 2 + int((24 if is_long else 5) * dice("tokens", ctx.episode_id, ctx.attempt, turn))
             reply = await self.sessions.chat(policy.session_id, messages, max_tokens=tokens)

@@ -15,8 +15,9 @@ from miles_core.config import Config
 from miles_core.ledger import why
 from miles_core.rl import MAX_TRAINER_RESTARTS
 
-from .check import Evidence, Problem, check
+from .check import check
 from .environment import ScriptedEnv
+from .evidence import Evidence, Problem
 from .faults import KINDS, Fault
 from .parts import num_prompts
 from .record import Record
@@ -74,7 +75,9 @@ def _play(seed: int, config: Config, faults: Sequence[Fault], root: Path, plant:
     while not problems and (not ends or ends[-1].end != "finished"):
         start = len(ends)
         if start == most:
-            problems.append(Problem(text=f"The run has not finished after {start} starts: {ends[-1].error or ends[-1].end}"))
+            problems.append(
+                Problem(text=f"The run has not finished after {start} starts: {ends[-1].error or ends[-1].end}")
+            )
             break
         ends.append(play_start(config, root=root, seed=seed, start=start, faults=faults, plant=plant))
         problems += _of_end(ends[-1], start, record)

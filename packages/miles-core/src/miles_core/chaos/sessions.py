@@ -65,7 +65,9 @@ class ScriptedSessions:
             now=datetime.fromtimestamp(0, UTC),
         )
         self._store.add(LiveSession(session, key_digest=digest_key(session_id)))
-        return Policy(base_url="scripted", api_key=session_id, model="scripted", sampling=sampling, session_id=session_id)
+        return Policy(
+            base_url="scripted", api_key=session_id, model="scripted", sampling=sampling, session_id=session_id
+        )
 
     async def trajectories(self, session_id: str) -> tuple[Trajectory, ...]:
         await self._call()
@@ -107,4 +109,3 @@ class ScriptedSessions:
 
     def _live(self, session_id: str) -> LiveSession:
         return self._store.get(session_id)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 from miles_rollout.config import RolloutConfig
 from miles_tito.records import Sampling
@@ -23,25 +24,25 @@ def draw_config(seed: int) -> Config:
     """A small run: a few steps of a few groups, with any combination of policies."""
     dice = random.Random(f"chaos config/{seed}")
     groups_per_step = dice.randint(1, 3)
-    stragglers = dice.choice(["wait", "wait", "overtake"])
+    stragglers: Literal["wait", "overtake"] = dice.choice(["wait", "wait", "overtake"])
     policy = dice.choice(["mask", "drop", "retry"])
     rollout = RolloutConfig(
         group_size=dice.randint(2, 3),
         groups_per_step=groups_per_step,
         max_staleness=dice.choice([0, 1, 1, 2, 3]),
-        stragglers=stragglers,  # pyright: ignore[reportArgumentType]
+        stragglers=stragglers,
         oversampling=dice.choice([1.0, 1.5]) if stragglers == "overtake" else 1.0,
         max_concurrent_episodes=dice.choice([4, 8, 64]),
         put_policy=policy,
         take_policy=policy,
-        partial=dice.choice(["train", "mask"]),  # pyright: ignore[reportArgumentType]
+        partial=dice.choice(["train", "mask"]),
         filter=dice.choice(["nonzero_spread", "no_filter"]),
         retries=dice.randint(0, 1),
     )
     config = Config(
         run=RunConfig(name="chaos", steps=dice.randint(4, MOST_STEPS), seed=seed),
         rollout=rollout,
-        sync=PushConfig(pause=dice.choice(["retract", "in_place", "abort"])),  # pyright: ignore[reportArgumentType]
+        sync=PushConfig(pause=dice.choice(["retract", "in_place", "abort"])),
         workers=WorkersConfig(count=dice.randint(1, 2)),
         checkpoint=CheckpointConfig(every=dice.randint(1, 4), keep=dice.randint(1, 2)),
         train=TrainConfig(ranks=dice.randint(1, 2)),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import logging
 import os
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -96,15 +96,14 @@ def warm_up(config: Config) -> None:
         record.new_weights(parent=-1, version=0)
         world = World(seed=0, start=0, faults=(), record=record)
         run_dir = open_run_dir(root)
-        _run(config, run_dir, ScriptedParts(world, config, run_dir=run_dir), VirtualLoop(), world)
+        with closing(VirtualLoop()) as loop:
+            _run(config, run_dir, ScriptedParts(world, config, run_dir=run_dir), loop, world)
         record.close()
     gc.collect()
     gc.freeze()
 
 
-def _play(
-    config: Config, *, root: Path, seed: int, start: int, faults: Sequence[Fault], plant: Plant | None
-) -> Ended:
+def _play(config: Config, *, root: Path, seed: int, start: int, faults: Sequence[Fault], plant: Plant | None) -> Ended:
     gc.disable()  # pages that nobody touches need not be copied
     record = Record(root / RECORD)
     world = World(seed=seed, start=start, faults=faults, record=record)
@@ -113,12 +112,13 @@ def _play(
     if start == 0:
         record.new_weights(parent=-1, version=0)
     Disk(world, run_dir=str(run_dir.path)).install()
-    rl.environment = dict[str, Any]  # what is installed here takes longer to read than all the rest
+    rl.environment = dict[str, Any]  # pyright: ignore[reportPrivateImportUsage]  # what is installed here takes longer to read than all the rest
     if plant is not None:
         plant()
     errors: list[str] = []
     loop = VirtualLoop(
-        on_event=_moments(world, faults), disk_s=lambda: DISK_S * world.dice("disk", start, loop.events),
+        on_event=_moments(world, faults),
+        disk_s=lambda: DISK_S * world.dice("disk", start, loop.events),
         patience_s=PATIENCE_S,
     )
     loop.set_exception_handler(lambda _, context: errors.append(_unseen(context)))
@@ -149,7 +149,7 @@ def _run(
 
     try:
         run(main(), loop)
-    except asyncio.CancelledError as error:
+    except asyncio.CancelledError:
         return "interrupted", None
     except StuckError:
         raise

@@ -61,8 +61,7 @@ class ScriptedTrainers(Trainers):
         self._ranks = _Ranks(world, servers)
 
     async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
-        out.mkdir(exist_ok=True)
-        (out / "config.json").write_text(json.dumps({"max_position_embeddings": self._config.token_budget}))
+        _write_json(out / "config.json", {"max_position_embeddings": self._config.token_budget})
         return out
 
     async def setup(self, config: TrainConfig, model: Path) -> Any:
@@ -118,10 +117,9 @@ class _Ranks:
         fault = self._world.fault("trainer_lost", "trainer_lost_after")
         if fault is not None and fault.kind == "trainer_lost":
             self.die()
-        if self._is_alive:
-            result = await work(*args)
-            if fault is not None:
-                self.die()
+        result = await work(*args) if self._is_alive else None
+        if fault is not None:
+            self.die()
         if not self._is_alive:
             raise TrainerLost(f"The process of trainer rank 0 died in `{method}`.")
         return result
@@ -199,13 +197,12 @@ class _Ranks:
         _progress()
 
     async def _export(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / STATE).write_text(json.dumps(asdict(self._now)))
+        _write_json(path / STATE, asdict(self._now))
 
     async def _write(self, path: Path, text: str) -> None:
         """In two parts, so that a kill finds half a file."""
         await self._world.wait(SAVE_S)
-        path.mkdir(parents=True, exist_ok=True)
+        os.makedirs(path, exist_ok=True)
         fd = os.open(path / STATE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             for part in (text[: len(text) // 2], text[len(text) // 2 :]):
@@ -218,6 +215,11 @@ class _Ranks:
 
 def read_state(path: Path) -> TrainerState:
     return TrainerState(**json.loads((path / STATE).read_text()))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
 
 
 def _write_all(fd: int, content: bytes) -> None:
