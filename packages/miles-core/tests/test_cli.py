@@ -8,6 +8,7 @@ import pytest
 from miles_core import cli
 from miles_core.config import Config
 from miles_core.monitor import JsonlMonitor
+from miles_core.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -16,11 +17,13 @@ def own_import_path(monkeypatch):
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What `miles_core.run.main` was called with; it returns 7."""
+def started(monkeypatch, tmp_path):
+    """What `miles_core.run.main` was called with; it returns 7. Runs go to a folder of the test's."""
     calls: list[tuple[Config, str]] = []
+    monkeypatch.chdir(tmp_path)
 
-    def main(config: Config, kind: str) -> int:
+    def main(config: Config, kind: str, run_dir: RunDir) -> int:
+        assert run_dir.path.is_relative_to(tmp_path)
         calls.append((config, kind))
         return 7
 
@@ -79,7 +82,7 @@ def test_a_wrong_configuration_starts_nothing_and_exits_with_2(started, capsys):
 
 
 def test_ctrl_c_exits_with_130(started, monkeypatch):
-    def interrupted(config, kind):
+    def interrupted(config, kind, run_dir):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["miles_core.run"], "main", interrupted)
