@@ -61,7 +61,7 @@ def _on_this_branch(ref: GroupRef, rewinds: Sequence[int]) -> GroupRef:
 
     def versions(trajectory: TrajectorySummary) -> TrajectorySummary:
         oldest, newest = trajectory.oldest_version, trajectory.newest_version
-        if oldest is None or newest is None or oldest < 0:
+        if oldest is None or newest is None:
             return trajectory
         oldest, newest = effective_versions(oldest, newest, rewinds)
         return replace(trajectory, oldest_version=oldest, newest_version=newest)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miles_tito import GroupRef, Prompt, Sampling
+from miles_tito import UNKNOWN_VERSION, GroupRef, Prompt, Sampling
 
 from .dispatch import RunGroup
 from .errors import PromptError
@@ -183,7 +183,9 @@ async def evaluate(
 def _score(ref: GroupRef) -> PromptScore:
     rewards = tuple(reward for reward in ref.rewards if reward is not None)
     trajectories = [trajectory for episode in ref.episodes for trajectory in episode.trajectories]
-    versions = {v for t in trajectories for v in (t.oldest_version, t.newest_version) if v is not None}
+    trained = [t for t in trajectories if t.num_loss_tokens]
+    named = (v for t in trained for v in (t.oldest_version, t.newest_version))
+    versions = {UNKNOWN_VERSION if version is None else version for version in named}
     return PromptScore(
         prompt_id=ref.prompt_id,
         rewards=rewards,

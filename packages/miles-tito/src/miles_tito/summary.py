@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .records import Episode, FailedAttempt, Group, Outcome
+from .records import UNKNOWN_VERSION, Episode, FailedAttempt, Group, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,8 @@ class TrajectorySummary:
     num_tokens: int
     num_loss_tokens: int
     oldest_version: int | None
+    """Of its trained tokens; None where there are none, or where the engine named no version. Negative for tokens of a
+    branch that a resumed run left, see `miles_core.ledger.versions`."""
     newest_version: int | None
     finish_reason: str
 
@@ -39,7 +41,13 @@ class EpisodeSummary:
         return sum(t.num_loss_tokens for t in self.trajectories)
 
     @property
+    def is_versioned(self) -> bool:
+        """Whether the engine named the version of every trained token."""
+        return all(t.oldest_version is not None for t in self.trajectories if t.num_loss_tokens)
+
+    @property
     def oldest_version(self) -> int | None:
+        """Of the tokens whose version is known."""
         return min((t.oldest_version for t in self.trajectories if t.oldest_version is not None), default=None)
 
 
@@ -65,7 +73,13 @@ class GroupRef:
         return sum(episode.reward is not None for episode in self.episodes)
 
     @property
+    def is_versioned(self) -> bool:
+        """Whether the engine named the version of every trained token."""
+        return all(episode.is_versioned for episode in self.episodes)
+
+    @property
     def oldest_version(self) -> int | None:
+        """Of the tokens whose version is known."""
         return min((e.oldest_version for e in self.episodes if e.oldest_version is not None), default=None)
 
 
@@ -94,8 +108,8 @@ def _episode(episode: Episode) -> EpisodeSummary:
                 id=t.id,
                 num_tokens=len(t.tokens),
                 num_loss_tokens=t.num_loss_tokens,
-                oldest_version=t.oldest_version,
-                newest_version=t.newest_version,
+                oldest_version=_known(t.oldest_version),
+                newest_version=_known(t.newest_version),
                 finish_reason=str(t.finish_reason),
             )
             for t in episode.trajectories
@@ -103,3 +117,7 @@ def _episode(episode: Episode) -> EpisodeSummary:
         finished_at=episode.finished_at,
         failed_attempts=episode.failed_attempts,
     )
+
+
+def _known(version: int | None) -> int | None:
+    return None if version == UNKNOWN_VERSION else version
