@@ -81,6 +81,7 @@ class RLRun:
         """Start, train, evaluate, stop. Groups that are open when it ends early stay open, for a resumed run."""
         try:
             self._begin()
+            self._parts.tell(self._ledger.event)
             async with (
                 started(self._config, run_dir=self._run_dir, parts=self._parts) as run,
                 asyncio.TaskGroup() as running,
@@ -245,11 +246,12 @@ class RLRun:
     ) -> dict[str, float]:
         self.version = version
         self._ledger.step(version, groups, facts={"seconds": metrics["time/step"]})
+        await self._commits.check()
         assert self._usage is not None, "the loop runs after _train has made it"
         more = self._usage.step(
             await run.sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])
         )
-        more |= self._arrivals.metrics()
+        more |= self._arrivals.metrics() | run.fleet.metrics()
         if self._commits.is_due(version, is_last=version == self._config.run.steps):
             more |= await self._commit(run, version)
         every = self._config.eval.every

@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 KILL_S = 30.0
 """How long an engine's actor may take to end its server, before the actor is killed itself."""
 ROUTE_S = 10.0
-"""How long one try to change the router's engines may take."""
+"""How long one try to change the router's engines may take: another change may be waiting."""
+FIRST_ROUTE_S = 120.0
+"""The same at the start, when nothing else is going on and the machine is busy."""
 
 
 class Fleet:
@@ -98,7 +100,7 @@ class Fleet:
             self.url = self._engines[0].url
         else:
             self.url = await self._router.start()
-            await self._router.route(self.urls)
+            await self._router.route(self.urls, timeout_s=FIRST_ROUTE_S)
         self._supervisor = Supervisor(
             self._engines,
             routing=self,
@@ -207,9 +209,9 @@ class _Router:
         self._url = await self.actor.start.remote()
         return self._url
 
-    async def route(self, urls: Sequence[str]) -> None:
+    async def route(self, urls: Sequence[str], *, timeout_s: float = ROUTE_S) -> None:
         try:
-            await self.actor.set_workers.remote(list(urls), ROUTE_S)
+            await self.actor.set_workers.remote(list(urls), timeout_s)
         except RayActorError as error:
             raise EngineError("the process that runs the router died") from error
 
