@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_a_checkpoint_is_replaced_whole(trainer, batches, tmp_path):
     assert manifest["version"] == manifest["optimizer_steps"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["at"]
     assert {path.name for path in (tmp_path / "at").iterdir()} == {"trainer.json", "rank-0.safetensors"}
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_sixteen_bit_training_goes_on_bit_for_bit(qwen3, batches, tmp_path, master):
+    """With float32 masters a single rank is sharded as well; with sixteen-bit ones the moments are of that type."""
+    settings = replace(SETTINGS, dtype="bfloat16", master_dtype=master)
+    trained: list[dict[str, torch.Tensor]] = []
+    for is_first in (True, False):
+        trainer = FSDPTrainer(qwen3)
+        trainer.setup(settings)
+        if is_first:
+            trainer.train(batches)
+            trainer.save(tmp_path / "one")
+        else:
+            trainer.load(tmp_path / "one")
+        trainer.train(batches)
+        trained.append(weights(trainer))
+        trainer.close()
+    assert same(*trained)
 
 
 def test_any_safetensors_reader_opens_it(trainer, tmp_path):
