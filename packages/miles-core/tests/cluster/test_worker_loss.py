@@ -115,3 +115,21 @@ async def test_a_worker_that_dies_again_and_again_ends_the_run(cluster: Any):
     await asyncio.wait([third := run(cluster, "g2")])
     with pytest.raises(PartLostError, match="worker worker-0 died 6 times within 300 s"):
         third.result()
+
+
+async def test_a_worker_that_dies_while_it_opens_is_replaced_as_well(cluster: Any, monkeypatch: pytest.MonkeyPatch):
+    cluster.deadly.add("g0")
+    whole = Actor.call
+    deaths = 2
+
+    async def call(actor: Actor, name: str, args: tuple[Any, ...]) -> Any:
+        nonlocal deaths
+        if name == "open" and deaths:
+            deaths -= 1
+            cluster.deadly.clear()
+            raise RayActorError
+        return await whole(actor, name, args)
+
+    monkeypatch.setattr(Actor, "call", call)
+    assert await run(cluster, "g0") == "group g0 attempt 2"
+    assert len(cluster.made) == 4

@@ -186,7 +186,8 @@ class WorkerActor:
         self._opened().connect(sessions, api_key=api_key)
 
     async def hold(self, is_held: bool) -> None:
-        self._opened().hold(is_held)
+        if self._worker is not None:
+            self._worker.hold(is_held)
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         return self._opened().prompts(split, limit)

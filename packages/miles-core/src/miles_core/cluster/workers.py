@@ -30,13 +30,19 @@ MAX_LOSSES = 2
 class Workers:
     """The rollout workers; a group goes to the least busy one, and to a new one when its worker's process dies."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, note: Note) -> None:
+    def __init__(self, config: Config, *, run_dir: RunDir, note: Note, evaluates_only: bool = False) -> None:
+        """
+        Args:
+            evaluates_only: nothing that they run is for training, so they have no spool.
+        """
         self._config = config
         self._run_dir = run_dir
-        self._slots = [_Slot(config, index, run_dir=run_dir, note=note) for index in range(config.workers.count)]
+        self._slots = [
+            _Slot(config, index, run_dir=run_dir, note=note, evaluates_only=evaluates_only)
+            for index in range(config.workers.count)
+        ]
         self.run_group = LeastBusy([_RemoteWorker(slot, "run_group") for slot in self._slots])
         """Groups for training."""
-        self.run_unspooled = self.evaluate_into(None)
 
     def evaluate_into(self, folder: Path | None) -> RunGroup:
         """Groups for evaluation: summaries only; their conversations are written to `folder`."""
@@ -59,7 +65,13 @@ class Workers:
         await asyncio.gather(*(slot.hold(is_held) for slot in self._slots))
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
-        return await self._slots[0].actor.prompts.remote(split, limit)
+        slot = self._slots[0]
+        while True:
+            actor = slot.actor
+            try:
+                return await actor.prompts.remote(split, limit)
+            except RayActorError:
+                await slot.replace(actor)
 
     async def stop(self) -> None:
         await stop_all([slot.actor for slot in self._slots], what="worker")
@@ -68,9 +80,10 @@ class Workers:
 class _Slot:
     """The place of one worker, whatever becomes of its process."""
 
-    def __init__(self, config: Config, index: int, *, run_dir: RunDir, note: Note) -> None:
+    def __init__(self, config: Config, index: int, *, run_dir: RunDir, note: Note, evaluates_only: bool) -> None:
         self._config = config
-        self._name = f"worker-{index}"
+        self._name = f"eval-worker-{index}" if evaluates_only else f"worker-{index}"
+        self._trajectories = None if evaluates_only else run_dir.trajectories
         self._run_dir = run_dir
         self._note = note
         self._respawns = Respawns("worker", self._name)
@@ -90,7 +103,7 @@ class _Slot:
             config=self._config.rollout,
             num_workers=self._config.workers.count,
             run_id=self._run_dir.path.name,
-            trajectories=self._run_dir.trajectories,
+            trajectories=self._trajectories,
         )
 
     async def connect(self, urls: list[str], api_key: str) -> None:
@@ -109,15 +122,17 @@ class _Slot:
             PartLostError: it dies again and again.
         """
         async with self._respawning:
-            if self.actor is not dead:
-                return
-            await self._respawns.after("its process died", self._note)
-            ray.kill(dead)
-            self.actor = self._make()
-            await self.open()
-            if self._sessions is not None:
-                await self.connect(*self._sessions)
-            await self.hold(self._is_held)
+            while self.actor is dead:
+                await self._respawns.after("its process died", self._note)
+                ray.kill(dead)
+                self.actor = self._make()
+                try:
+                    await self.open()
+                    if self._sessions is not None:
+                        await self.connect(*self._sessions)
+                    await self.hold(self._is_held)
+                except RayActorError:
+                    dead = self.actor
 
     def _make(self) -> Any:
         concurrency = self._config.rollout.num_credits + 1024  # one call a group, evaluations beside them
