@@ -145,7 +145,8 @@ def _no_attempt_runs_twice(run: Evidence) -> Iterator[Problem]:
     """A session is opened once: an attempt's number is never used again, whatever died."""
     if run.faults()["full_ledger"]:
         return  # what ran beside the ledger's failure it could not record
-    opened = Counter(fields["session"] for _, fields in run.record.entries("opened"))
+    names = (fields["session"] for _, fields in run.record.entries("opened"))
+    opened = Counter(name for name in names if name.split("-")[0] in run.fates)
     for session, count in opened.items():
         if count > 1:
             yield Problem(text=f"Session {session} was opened {count} times.", group=session.split("-")[0])

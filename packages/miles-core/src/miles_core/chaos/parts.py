@@ -9,7 +9,6 @@ from miles_rollout.engines.health import HealthConfig
 from miles_rollout.engines.supervisor import Supervisor
 
 from miles_core.config import Config
-from miles_core.parts import Note
 from miles_core.rundir import RunDir
 
 from .engines import Probe, Router, ScriptedServer
@@ -42,9 +41,10 @@ class ScriptedParts:
         self.env = ScriptedEnv(world, num_prompts=num_prompts(config))
         self._trainers = ScriptedTrainers(world, config.train, servers=self.servers)
         self.session_server = ScriptedSessions(world, self.router)
+        self._note: Note = lambda kind, subject, text: None
 
     def tell(self, note: Note) -> None:
-        """Nobody dies unseen here: the faults are the schedule's."""
+        self._note = note
 
     def trainers(self) -> ScriptedTrainers:
         return self._trainers
@@ -56,6 +56,7 @@ class ScriptedParts:
             probe=Probe(self.servers),
             sync=self._trainers.sync,
             config=HEALTH,
+            on_event=lambda event: self._note("engine", event.url, f"{event.old} → {event.new}: {event.reason}"),
         )
         self._trainers.push_to(lambda: supervisor)
         return ScriptedFleet(self.servers, supervisor)

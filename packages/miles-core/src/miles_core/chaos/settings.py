@@ -46,6 +46,9 @@ def draw_config(seed: int) -> Config:
         workers=WorkersConfig(count=dice.randint(1, 2)),
         checkpoint=CheckpointConfig(every=dice.randint(1, 4), keep=dice.randint(1, 2)),
         train=TrainConfig(ranks=dice.randint(1, 2)),
+        eval=EvalConfig(
+            every=dice.choice([0, 0, 2, 3]), at_start=dice.random() < 0.3, at_end=dice.random() < 0.3, num_prompts=2
+        ),
     )
     return playable(config)
 
@@ -64,7 +67,7 @@ def playable(config: Config) -> Config:
         run=replace(config.run, steps=min(config.run.steps, MOST_STEPS)),
         rollout=rollout,
         train=replace(config.train, token_budget=TOKEN_BUDGET),
-        eval=EvalConfig(at_start=False, at_end=False),
+        eval=config.eval if config.eval.mode == "shared" else EvalConfig(at_start=False, at_end=False),
         sft=replace(config.sft, steps=0),
         monitor=MonitorConfig(console="off", trace=False),
     )

@@ -34,7 +34,6 @@ class ScriptedWorkers:
         self._env = env
         self._slots = [_Slot(world, config, index, run_dir=run_dir, env=env) for index in range(config.workers.count)]
         self.run_group: RunGroup = LeastBusy([_Remote(slot, world, spool=True) for slot in self._slots])
-        self.run_unspooled: RunGroup = self.evaluate_into(None)
 
     def evaluate_into(self, folder: Path | None) -> RunGroup:
         return LeastBusy([_Remote(slot, slot.world, spool=False) for slot in self._slots])
