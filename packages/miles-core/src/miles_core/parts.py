@@ -18,6 +18,7 @@ from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 
 from .config import ModelConfig
+from .evaluation.dedicated import EvalServing
 from .loop import Sync, TrainerGroup
 from .metering import Counters
 
@@ -113,9 +114,8 @@ class Workers(Protocol):
         """Groups for training; durable in the spool when the reference comes back."""
         ...
 
-    @property
-    def run_unspooled(self) -> RunGroup:
-        """Groups for evaluation: summaries only."""
+    def evaluate_into(self, folder: Path | None) -> RunGroup:
+        """Groups for evaluation: summaries only; their conversations are written to `folder`."""
         ...
 
     async def open(self) -> None:
@@ -143,6 +143,10 @@ class Parts(Protocol):
     def sessions(self) -> Sessions: ...
 
     def workers(self) -> Workers: ...
+
+    def evaluation(self, model: Path) -> EvalServing:
+        """Engines with `role = "eval"` and what belongs to them; started and stopped by the evaluation."""
+        ...
 
 
 async def stop_parts(parts: Sequence[Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 
 from miles_rollout.advantages import advantages_by_episode
 from miles_rollout.buffer import GroupBuffer
-from miles_rollout.evaluate import EvalResult, evaluate
 from miles_rollout.fates import Fate, FateEvent
 from miles_rollout.producer import Gate, produce
 from miles_rollout.prompts import PromptStream
@@ -29,6 +27,10 @@ from .checkpoints import Checkpoints
 from .commits import Commits
 from .config import Config
 from .errors import cause
+from .evaluation.build import build_evaluator
+from .evaluation.evaluator import Evaluator, NoEvaluator
+from .evaluation.points import EvalLog
+from .evaluation.shared import InFlight
 from .fingerprint import compare, fingerprint_model, fingerprint_prompts
 from .ledger import Ledger, Limits, adopt_spooled
 from .metrics import Arrivals
@@ -70,9 +72,10 @@ class RLRun:
         )
         self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self._ledger)
         self._usage: Usage | None = None
-        self._evals: list[EvalResult] = []
-        self._heldout: list[Prompt] = []
+        self._evaluator: Evaluator = NoEvaluator()
+        self._eval_log = EvalLog(sink=self._ledger, monitor=self._monitor, present_step=lambda: self.version)
         self._arrivals = Arrivals()
+        self._scores: dict[int, float | None] = {}
         self._fates: dict[str, int] = {}
         self._fingerprint: dict[str, Any] = {}
         self.version = 0
@@ -90,11 +93,15 @@ class RLRun:
                 if self._config.monitor.alarms:
                     watched.append(self._alarms.watch())
                 watches = [running.create_task(watch) for watch in watched]
-                await self._train_to_the_end(run)
+                try:
+                    await self._train_to_the_end(run)
+                finally:
+                    await self._evaluator.close()
                 for watch in watches:
                     watch.cancel()
         finally:
             await self._commits.forget()
+            self._scores = self._ledger.scores()
             counts = self._ledger.counts()
             self._fates = {
                 name: getattr(counts, name)
@@ -104,7 +111,7 @@ class RLRun:
 
     def summary(self) -> dict[str, Any]:
         """What the run can say about itself so far: fields of `RunSummary`."""
-        scores = [result.mean for result in self._evals]
+        scores = [score for score in self._scores.values() if score is not None]
         return {
             "steps": self.version,
             "seconds": self._usage.seconds if self._usage else 0.0,
@@ -139,11 +146,13 @@ class RLRun:
     async def _train_to_the_end(self, run: Started) -> None:
         """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""
         restarts = 0
+        in_flight = InFlight(run.workers.run_group)
+        self._evaluator = await self._make_evaluator(run, in_flight)
         await self._go_back(run)
         while True:
             committed = self._commits.last
             try:
-                return await self._train(run)
+                return await self._train(run, in_flight)
             except Exception as error:
                 lost = cause(error)
                 restarts = 1 if self._commits.last > committed else restarts + 1
@@ -162,13 +171,14 @@ class RLRun:
         step = found.step if found else 0
         if found:
             await self._commits.load(found.path, run.trainers)
+        await self._evaluator.rewind(step)
         returned = self._ledger.rewind(step)
         self._monitor.rewind(step)
         self.version = self._commits.last = step
         if returned:
             logger.info("back at step %d: %d groups trained after it return to the buffer", step, returned)
 
-    async def _train(self, run: Started) -> None:
+    async def _train(self, run: Started, in_flight: InFlight) -> None:
         """Push the version that the trainer holds, then the loop, with evaluations before, during and after it."""
         config = self._config
         await run.trainers.connect(run.fleet.urls, self._push_config(run))
@@ -181,10 +191,9 @@ class RLRun:
         resume = take_up(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)
         buffer = GroupBuffer(config.rollout, observer=self._observe, version=self.version)
         buffer.restore(resume)
-        if config.eval.enabled:
-            self._heldout = await run.workers.prompts(config.eval.split, config.eval.num_prompts)
-        if config.eval.at_start and not self.version and not self._evals:
-            self._monitor.log(0, await self._evaluate(run))
+        is_start = not self.version and config.eval.at_start
+        if (is_start or config.eval.is_due(self.version)) and (metrics := await self._evaluate()):
+            self._monitor.log_late(self.version, metrics)
         if self._usage is None:
             self._usage = Usage(await run.sessions.counters(), monitor=self._monitor)
         if not self._commits.last and not self._checkpoints.latest():
@@ -195,7 +204,7 @@ class RLRun:
                     produce,
                     prompts=stream,
                     buffer=buffer,
-                    run_group=run.workers.run_group,
+                    run_group=in_flight,
                     group_size=config.rollout.group_size,
                     gate=self._gate,
                     spool=self._finished,
@@ -216,8 +225,10 @@ class RLRun:
     async def _end(self, run: Started) -> None:
         """Every step is trained: nothing stays open, and the run proves it."""
         self._ledger.abort_open("run ended")  # groups that came too late for the last step
-        if self._config.eval.at_end and not self._evaluated(self.version):
-            self._monitor.log(self.version, await self._evaluate(run))
+        await self._evaluator.drain()
+        if self._config.eval.at_end and (metrics := await self._evaluate()):
+            self._monitor.log_late(self.version, metrics)
+        await self._evaluator.drain()
         await self._commits.drain()
         await run.trainers.export(self._run_dir.checkpoints / "final")
         self._ledger.require_sound()
@@ -254,10 +265,8 @@ class RLRun:
         more |= self._arrivals.metrics() | run.fleet.metrics()
         if self._commits.is_due(version, is_last=version == self._config.run.steps):
             more |= await self._commit(run, version)
-        every = self._config.eval.every
-        if every and version % every == 0:
-            with self._gate.closed():
-                more |= await self._evaluate(run)
+        if self._config.eval.is_due(version):
+            more |= await self._evaluate()
         return more
 
     async def _commit(self, run: Started, step: int) -> dict[str, float]:
@@ -270,24 +279,25 @@ class RLRun:
         }
         return await self._commits.begin(step, trainers=run.trainers, state=state)
 
-    async def _evaluate(self, run: Started) -> dict[str, float]:
-        """Score the held-out prompts with the weights that the engines hold now."""
-        config, began = self._config.eval, time.time()
-        result = await evaluate(
-            self._heldout,
-            run_group=run.workers.run_unspooled,
-            samples_per_prompt=config.samples_per_prompt,
-            sampling=config.sampling,
-            tag=str(self.version),
-        )
-        self._evals.append(result)
-        self._monitor.event("evaluate", began, time.time(), "eval")
-        logger.info("version %d: %s", self.version, result.summary())
-        return result.metrics()
+    async def _evaluate(self) -> dict[str, float]:
+        """Have the present weights evaluated, unless they have a score already."""
+        if self._ledger.scores().get(self.version) is not None:
+            return {}
+        return await self._evaluator.begin(self.version)
 
-    def _evaluated(self, version: int) -> bool:
-        every = self._config.eval.every
-        return bool(every) and version > 0 and version % every == 0
+    async def _make_evaluator(self, run: Started, in_flight: InFlight) -> Evaluator:
+        return await build_evaluator(
+            self._config.eval,
+            run_dir=self._run_dir,
+            log=self._eval_log,
+            monitor=self._monitor,
+            gate=self._gate,
+            in_flight=in_flight,
+            prompts=run.workers.prompts,
+            run_group_into=run.workers.evaluate_into,
+            export=run.trainers.export,
+            serving=partial(self._parts.evaluation, run.model),
+        )
 
     def _push_config(self, run: Started) -> PushConfig:
         """`[sync]`, with a place in the run directory for the versions that go over the disk."""

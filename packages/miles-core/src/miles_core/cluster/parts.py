@@ -8,6 +8,7 @@ from miles_core.config import Config
 from miles_core.parts import Note
 from miles_core.rundir import RunDir
 
+from .evaluation import EvalEngines
 from .fleet import Fleet
 from .sessions import SessionServers
 from .trainers import Trainers
@@ -57,6 +58,9 @@ class RayParts:
 
     def workers(self) -> Workers:
         return self._workers
+
+    def evaluation(self, model: Path) -> EvalEngines:
+        return EvalEngines(self._config, run_dir=self._run_dir, model=model, note=self._note)
 
     def _engine_urls(self) -> list[str]:
         assert self._fleet is not None, "engines start before the sessions in front of them"
