@@ -394,3 +394,59 @@ def test_r05_a_reward_that_raises_costs_its_group_and_the_run_only_above_the_bud
         await stop(producer)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_a_group_that_only_a_crash_made_too_old_runs_again_whatever_the_policy(is_admitted: bool) -> None:
+    events: list[FateEvent] = []
+
+    async def main() -> None:
+        (prompt,) = make_prompts(1)
+        buffer = GroupBuffer(make_config(groups_per_step=1, max_staleness=0), observer=events.append, version=3)
+        resume = Resume(
+            counts=FateCounts(issued=4, trained=3, filtered=0, stale=0, failed=0, aborted=0, in_flight=1, twice=0),
+            groups=(
+                ResumedGroup(
+                    id="g000003",
+                    prompt=prompt,
+                    issued_version=3,
+                    ref=make_ref("g000003", versions=-2),
+                    is_admitted=is_admitted,
+                ),
+            ),
+            next_group=4,
+        )
+        buffer.restore(resume)
+        runs = ScriptedRuns(buffer)
+        producer = asyncio.create_task(
+            produce(
+                prompts=PromptStream([Prompt(id="other")]), buffer=buffer, run_group=runs, group_size=2, resume=resume
+            )
+        )
+        ((trained,),) = await train(buffer, 1)
+        assert trained == "g000004"
+        assert runs.started[0][1:] == ("g000004", prompt.id)
+        await stop(producer)
+
+    run_virtual(main())
+    stale = [event for event in events if event.fate is Fate.STALE]
+    assert [(e.group_id, e.reason, e.will_retry) for e in stale] == [("g000003", "resumed_too_late", True)]
+
+
+def test_no_group_is_issued_behind_one_that_broke() -> None:
+    events: list[FateEvent] = []
+
+    async def main() -> None:
+        buffer = GroupBuffer(make_config(groups_per_step=2, max_staleness=0), observer=events.append)
+
+        async def run_group(
+            prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
+        ) -> GroupRef:
+            await asyncio.sleep(1)
+            raise OSError("no space left")
+
+        with pytest.raises(ExceptionGroup, match="unhandled errors"):
+            await produce(prompts=PromptStream(make_prompts(9)), buffer=buffer, run_group=run_group, group_size=2)
+
+    run_virtual(main())
+    assert [e.group_id for e in events if e.fate is Fate.IN_FLIGHT] == ["g000000", "g000001"]

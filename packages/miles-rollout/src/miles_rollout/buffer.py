@@ -57,6 +57,10 @@ class _Open:
     prompt: Prompt
     issued_version: int
     ref: GroupRef | None = None
+    is_waiting: bool = False
+    """Left by a run that stopped, without a result: holds no credit until it is issued again."""
+    is_resumed: bool = False
+    """Left by a run that stopped, with a result: what makes it too old is the stop."""
     is_taken: bool = False
 
     @property
@@ -107,8 +111,9 @@ class GroupBuffer:
     def restore(self, resume: Resume) -> None:
         """Take up the groups of a run that stopped, before anything is issued; the observer knows them already.
 
-        They hold credits, more than there are if the limits have shrunk since: then nothing is issued until enough
-        came back. Admitted groups wait for a step again; the producer runs or puts the others.
+        Those with a result hold credits, perhaps more than there are: then nothing is issued until enough came back.
+        Admitted ones wait for a step again, the producer puts the others. Those without a result are issued again
+        with `reissue` as credits come free, so that they are not older than they need to be when they are trained.
         """
         self._book.restore(
             resume.counts,
@@ -119,9 +124,10 @@ class GroupBuffer:
                 id=group.id,
                 order=resume.counts.issued + order,
                 prompt=group.prompt,
-                # What runs again is sampled from the weights that the engines hold now.
-                issued_version=self._version if group.ref is None else group.issued_version,
+                issued_version=group.issued_version,
                 ref=group.ref if group.is_admitted else None,
+                is_waiting=group.ref is None,
+                is_resumed=group.ref is not None,
             )
         self._retries.extend(resume.retries)
 
@@ -150,6 +156,19 @@ class GroupBuffer:
         self._open[group_id] = _Open(
             id=group_id, order=self._book.counts().issued, prompt=prompt, issued_version=self._version
         )
+
+    def reissue(self, group_id: str) -> None:
+        """Bind an acquired credit to a group that a stopped run left running, right before its episodes run again."""
+        self._raise_if_closed()
+        group = self._open[group_id]
+        if not self._reserved or not group.is_waiting:
+            raise BufferStateError(
+                f"Group {group_id!r} cannot be issued again: {self._reserved} credits are acquired, and it "
+                f"{'waits' if group.is_waiting else 'does not wait'} for one."
+            )
+        self._reserved -= 1
+        group.is_waiting = False
+        group.issued_version = self._version
 
     def refund(self) -> None:
         """Give back a credit that was acquired but not used."""
@@ -267,7 +286,7 @@ class GroupBuffer:
 
     @property
     def credits_used(self) -> int:
-        return self._reserved + len(self._open)
+        return self._reserved + sum(not group.is_waiting for group in self._open.values())
 
     def fate(self, group_id: str) -> Fate | None:
         """The present fate of a group, None if it was never issued."""
@@ -286,7 +305,7 @@ class GroupBuffer:
         taken = sum(group.is_taken for group in self._open.values())
         return {
             "buffer/queued": float(queued),
-            "buffer/running": float(len(self._open) - queued - taken),
+            "buffer/running": float(self._num_running()),
             "buffer/taken": float(taken),
             "buffer/credits_used": float(self.credits_used),
             "buffer/credits": float(self._config.num_credits),
@@ -343,6 +362,8 @@ class GroupBuffer:
         """Ask a policy about one group, and do what it says."""
         staleness, limit = self._staleness(group), self._config.max_staleness
         verdict = policy(ref, staleness=staleness, max_staleness=limit)
+        if verdict is Verdict.DROP and group.is_resumed:
+            verdict = Verdict.RETRY  # a stop made it old; what is learned must not depend on stops
         match verdict:
             case Verdict.KEEP:
                 pass
@@ -373,6 +394,8 @@ class GroupBuffer:
 
     def _stale_reason(self, group: _Open) -> str:
         """A group grows old by itself, or its engine sampled with weights older than the group's issue."""
+        if group.is_resumed:
+            return "resumed_too_late"
         return "stale" if self._version - group.issued_version > self._config.max_staleness else ENGINE_BEHIND
 
     def _count_discard(self, group: _Open, ref: GroupRef, fate: Fate, reason: str) -> None:
@@ -380,7 +403,7 @@ class GroupBuffer:
         if fate is Fate.BUFFERED:
             if self._staleness(group) <= self._config.max_staleness:
                 self._empty.admitted()
-        elif reason != "stale":
+        elif reason not in ("stale", "resumed_too_late"):
             self._empty.discarded(ref, reason)
 
     def _queue(self) -> list[_Open]:
@@ -393,7 +416,11 @@ class GroupBuffer:
         if self._config.stragglers == "overtake" or not self._num_running():
             return True
         chosen = {group.id for group in batch}
-        rest = [g.oldest_version for g in self._open.values() if not g.is_taken and g.id not in chosen]
+        rest = [
+            group.oldest_version
+            for group in self._open.values()
+            if not group.is_taken and not group.is_waiting and group.id not in chosen
+        ]
         return rest_can_wait(
             rest,
             version=self._version,
@@ -415,7 +442,7 @@ class GroupBuffer:
             )
 
     def _num_running(self) -> int:
-        return sum(group.ref is None for group in self._open.values())
+        return sum(group.ref is None and not group.is_waiting for group in self._open.values())
 
     def _staleness(self, group: _Open) -> int:
         return max(0, self._version - group.oldest_version)

@@ -64,7 +64,7 @@ def mask(ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict:
 def stale_episodes(ref: GroupRef, *, staleness: int, max_staleness: int) -> tuple[str, ...]:
     """Ids of the episodes with a token older than `max_staleness`; the oldest token of the group is `staleness` old."""
     oldest = ref.oldest_version
-    if oldest is None or not ref.is_versioned:  # the engine named no version: no episode is known to be fresher than the group
+    if oldest is None or not ref.is_versioned:  # no episode is known to be fresher than the group
         return tuple(episode.id for episode in ref.episodes)
     version = oldest + staleness
     return tuple(

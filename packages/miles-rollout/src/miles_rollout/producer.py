@@ -8,6 +8,7 @@ acquire ─▶ gate ─▶ retry or next prompt ─▶ issue ─┬─▶ run_gr
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,6 @@ from .buffer import GroupBuffer
 from .dispatch import RunGroup
 from .errors import PromptsExhausted
 from .fates import Fate
-from .guards import first_line
 from .prompts import PromptSource
 from .resume import Resume
 
@@ -80,14 +80,20 @@ async def produce(
     try:
         async with asyncio.TaskGroup() as running:
             for group in resume.groups if resume else ():
-                if not group.is_admitted:
-                    running.create_task(
-                        run_one(group.prompt, group.id, attempt=group.attempt, ref=group.ref), name=f"group {group.id}"
-                    )
+                if group.ref is not None and not group.is_admitted:
+                    running.create_task(run_one(group.prompt, group.id, ref=group.ref), name=f"group {group.id}")
+            waiting = deque(group for group in (resume.groups if resume else ()) if group.ref is None)
             while True:
                 await buffer.acquire()
                 try:
                     await gate.wait_open()
+                    if waiting:
+                        group = waiting.popleft()
+                        buffer.reissue(group.id)
+                        running.create_task(
+                            run_one(group.prompt, group.id, attempt=group.attempt), name=f"group {group.id}"
+                        )
+                        continue
                     retry = buffer.next_retry()
                     prompt = prompts.next() if retry is None else retry.prompt
                 except PromptsExhausted as ended:
@@ -133,12 +139,13 @@ async def _run_one(
             ref = await run_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
             if spool is not None:
                 await spool(ref)
-    except BaseException as error:
+    except asyncio.CancelledError:
         fate = buffer.fate(group_id)
         if fate is not None and not fate.is_final:
-            cancelled = isinstance(error, asyncio.CancelledError)
-            reason = "cancelled" if cancelled else f"{type(error).__name__}: {first_line(str(error))}"
-            buffer.forfeit(group_id, Fate.ABORTED, reason)
+            buffer.forfeit(group_id, Fate.ABORTED, "cancelled")
+        raise
+    except BaseException as error:
+        buffer.close(error)  # at once: the credit of this group is not for another one
         raise
     buffer.put(ref)
 

@@ -27,7 +27,7 @@ class ResumedGroup:
     issued_version: int
     """Weight version at its issue, on the branch that the run goes on from."""
     ref: GroupRef | None = None
-    """Its result, if it has finished; without one its episodes run again."""
+    """Its result, if it has finished; without one its episodes run again as soon as there is a credit for them."""
     is_admitted: bool = False
     """The buffer had admitted it: filter and policies at `put` are behind it."""
     attempt: int = 0
