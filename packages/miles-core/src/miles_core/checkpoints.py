@@ -132,18 +132,6 @@ class Checkpoints:
             logger.warning("removed %s, which an earlier process left unfinished", path.name)
         return left
 
-    def rewind(self, step: int) -> list[Path]:
-        """Set checkpoints after `step` aside as `….discarded`, for a run that is to go on from there."""
-        moved: list[Path] = []
-        for checkpoint in self.scan()[0]:
-            if checkpoint.step > step:
-                aside = checkpoint.path.with_name(checkpoint.path.name + ".discarded")
-                shutil.rmtree(aside, ignore_errors=True)
-                moved.append(checkpoint.path.rename(aside))
-        if moved:
-            _sync(self._folder)
-        return moved
-
     def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What `complete` was given, and `step`.
 
@@ -158,16 +146,6 @@ class Checkpoints:
         if (kind := state.pop("format", None)) != FORMAT:
             raise CheckpointError(f"{file} has format {kind}; this version of Miles reads format {FORMAT}.")
         return state
-
-    @contextmanager
-    def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
-        """Keep retention away from a checkpoint, in this process and in any other of this machine.
-
-        Raises:
-            CheckpointError: it has been removed meanwhile.
-        """
-        with reading(checkpoint.path) as path:
-            yield path
 
     def take_request(self) -> bool:
         """Did somebody ask for a checkpoint with `touch RUN/save_now`? The request is taken: it counts once."""
@@ -184,7 +162,7 @@ class Checkpoints:
         """Remove all but the newest `keep`, those kept for good, and those that somebody reads."""
         complete, _ = self.scan()
         for checkpoint in complete[: -max(self._keep, 1)]:
-            if self._keep_every and checkpoint.step % self._keep_every == 0:
+            if self._keep_every and checkpoint.step and checkpoint.step % self._keep_every == 0:
                 continue
             _remove_unless_read(checkpoint.path)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, reading
 from .config import CheckpointConfig
 from .ledger import Ledger
 from .parts import Trainers
@@ -79,7 +79,8 @@ class Commits:
                 logger.warning("the last checkpoint was not completed: %s", error)
 
     async def load(self, path: Path, trainers: Trainers) -> None:
-        await trainers.load(path / TRAINER)
+        with reading(path):
+            await trainers.load(path / TRAINER)
 
     async def _finish(self, step: int, trainers: Trainers, state: dict[str, Any]) -> None:
         try:
