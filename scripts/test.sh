@@ -36,7 +36,7 @@ lint() {
 # Cheap tests first; the real engine last. pytest's summary stays the closing line of a good run.
 tests() {
     local paths=(packages) folder
-    for folder in tests/workspace tests/docs tests/slim tests/flow tests/real; do
+    for folder in tests/workspace tests/docs tests/slim tests/flow tests/clients tests/real; do
         [[ -d $folder ]] && paths+=("$folder")
     done
     printf '\n== pytest\n'

@@ -186,9 +186,17 @@ def test_both_sides_of_a_compaction_are_kept_and_named(how: str, talk: Talk):
     restarted += [talk.turn(restarted, "three", tools=TOOLS), user("more")]
     talk.turn(restarted, "four", tools=TOOLS)
     assert talk.kinds == ["root", "turn", "compaction", "compaction", "turn"]
-    assert talk.picked() == [("s:0", "main", None), ("s:1", "compaction", None), ("s:2", "compaction", "s:1")]
+    assert talk.picked() == [("s:0", "main", None), ("s:1", "compaction", "s:0"), ("s:2", "compaction", "s:1")]
     carried = talk.session.trajectories()[2]
     assert carried.num_loss_tokens == sum(len(talk.tokenizer.encode(text)) + 1 for text in ("three", "four"))
+
+
+def test_a_turn_that_only_a_summary_goes_on_from_is_no_retry(talk: Talk):
+    for n in range(2):
+        reply = talk.turn([user("q")], f"one {n}", tools=TOOLS)
+        talk.turn([user("q"), reply, user(SUMMARY)], f"A summary of what was done so far: {n}.")
+    assert talk.kinds == ["root", "compaction", "fork", "compaction"]
+    assert len(talk.picked()) == 4
 
 
 def test_a_root_without_any_compaction_before_it_is_a_plain_root(talk: Talk):

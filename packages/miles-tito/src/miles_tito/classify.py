@@ -51,7 +51,7 @@ class Place:
 
     kind: NodeKind
     origin: int | None = None
-    """The turn that called the sub-agent or wrote the summary."""
+    """The turn that called the sub-agent, wrote the summary, or is summarised."""
     repeats: int | None = None
     """The finished, unused turn of the same request."""
 
@@ -65,16 +65,17 @@ def classify(messages: Sequence[Message], match: Match, hints: Hints, tree: Tree
     if hints.purpose == "title" or (hints.purpose is None and _asks_for_title(messages, has_tools=has_tools)):
         return Place(kind=NodeKind.TITLE)
     if hints.purpose == "compaction" or (hints.purpose is None and _asks_for_summary(messages)):
-        return Place(kind=NodeKind.COMPACTION)
+        compacted = match.node or tree.match_any(messages)  # some clients leave the tools out here
+        return Place(kind=NodeKind.COMPACTION, origin=compacted.id if compacted else None)
     if match.node:
         goes_on = not any(child.kind is NodeKind.TURN for child in siblings)
         return Place(kind=NodeKind.TURN if goes_on else NodeKind.FORK)
     caller = _caller(messages, tree)
     if hints.agent or hints.purpose == "subagent" or caller:
         return Place(kind=NodeKind.SUBAGENT, origin=caller.id if caller else None)
-    compacted = _compacted(messages, hints, tree)
-    if compacted:
-        return Place(kind=NodeKind.COMPACTION, origin=compacted.id)
+    summary = _summary(messages, hints, tree)
+    if summary:
+        return Place(kind=NodeKind.COMPACTION, origin=summary.id)
     is_first = not any(root.kind is NodeKind.ROOT for root in tree.roots)
     return Place(kind=NodeKind.ROOT if is_first else NodeKind.FORK)
 
@@ -91,7 +92,7 @@ def _asks_for_summary(messages: Sequence[Message]) -> bool:
     return replied and last["role"] == "user" and bool(_SUMMARY.search(last["content"][:8000]))
 
 
-def _compacted(messages: Sequence[Message], hints: Hints, tree: Tree) -> Node | None:
+def _summary(messages: Sequence[Message], hints: Hints, tree: Tree) -> Node | None:
     """The summary that these messages begin with."""
     summaries = [n for n in reversed(tree.nodes) if n.kind is NodeKind.COMPACTION and n.is_done]
     users = [message["content"] for message in messages if message["role"] == "user"]

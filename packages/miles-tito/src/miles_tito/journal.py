@@ -246,7 +246,7 @@ def _frames(data: bytes) -> Generator[tuple[Body, int], None, None]:
         yield decoder.decode(packed), start
 
 
-_AROUND = {"parent", "children", "replay", "superseded_by"}
+_AROUND = {"parent", "children", "replay", "superseded_by", "is_carried"}
 """Fields of `Node` that follow from the rest."""
 
 

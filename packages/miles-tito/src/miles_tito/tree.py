@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Node:
     kind: NodeKind
     """What it was when it began; `label` says what it turned out to be."""
     origin: int | None
-    """The turn that called this sub-agent, or wrote the summary that this root begins with."""
+    """The turn that called this sub-agent, wrote the summary that this root begins with, or is summarised."""
     repeats: int | None
     """A turn of the same request that was finished and unused when this one began."""
     path: bytes
@@ -60,6 +61,8 @@ class Node:
     """[C] float32."""
     versions: tuple[VersionSpan, ...] = ()
     """Spans over `completion_ids`."""
+    images: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Images in `prompt_ids`: url, digest, start, num_tokens."""
     routed: bytes = b""
     """Experts of the tokens from the parent's last one on, see `miles_tito.routing`; empty where none were reported."""
     finish_reason: FinishReason | None = None
@@ -74,6 +77,8 @@ class Node:
     """Whether the client got the whole reply."""
     num_ids: int = 0
     """Ids up to the end of this turn."""
+    is_carried: bool = False
+    """Whether a recorded turn has this one as its origin."""
     superseded_by: int | None = None
     """The recorded turn that repeats this one."""
     children: list[Node] = field(default_factory=list["Node"])
@@ -94,8 +99,8 @@ class Node:
 
     @property
     def is_used(self) -> bool:
-        """Whether a recorded turn continues this one."""
-        return any(child.is_done for child in self.children)
+        """Whether the client went on from this turn."""
+        return self.is_carried or any(child.is_done for child in self.children)
 
     @property
     def label(self) -> NodeKind:
@@ -123,6 +128,8 @@ class Tree:
         """In order of creation; given-up turns leave."""
         self.roots: list[Node] = []
         self._by_id: dict[int, Node] = {}
+        self._seeds: dict[bytes, None] = {}
+        """Of all requests, in order."""
         self._by_path: dict[bytes, list[Node]] = {}
         self._next_id = 0
         self._next_branch = 0
@@ -133,6 +140,15 @@ class Tree:
 
     def match(self, messages: Sequence[Message], seed: bytes) -> Match:
         """The deepest recorded turn that `messages` continue; `seed` digests what else must be equal, such as tools."""
+        self._seeds[seed] = None
+        return self._match(messages, seed)
+
+    def match_any(self, messages: Sequence[Message]) -> Node | None:
+        """The deepest recorded turn that `messages` continue, whatever its tools were."""
+        found = [node for seed in self._seeds if (node := self._match(messages, seed).node)]
+        return max(found, key=lambda node: node.num_messages, default=None)
+
+    def _match(self, messages: Sequence[Message], seed: bytes) -> Match:
         paths = [seed]
         for message in messages:
             paths.append(_extend(paths[-1], message_key(message)))
@@ -190,7 +206,7 @@ class Tree:
             self._by_id[node.id] = node
             self._by_path.setdefault(node.path, []).append(node)
             (node.parent.children if node.parent else self.roots).append(node)
-            self._supersede(node)
+            self._relate(node)
         self._next_id, self._next_branch = next_id, next_branch
 
     def undelivered(self, match: Match) -> Node | None:
@@ -207,7 +223,7 @@ class Tree:
         node.num_messages += 1
         node.num_ids += len(node.completion_ids)
         self._by_path.setdefault(node.path, []).append(node)
-        self._supersede(node)
+        self._relate(node)
 
     def discard(self, node: Node) -> None:
         """Forget a turn that was given up."""
@@ -216,7 +232,10 @@ class Tree:
         del self._by_id[node.id]
         (node.parent.children if node.parent else self.roots).remove(node)
 
-    def _supersede(self, node: Node) -> None:
+    def _relate(self, node: Node) -> None:
+        """Tell the turns that `node` was begun for."""
+        if node.origin is not None:
+            self._by_id[node.origin].is_carried = True
         if node.repeats is not None:
             self._by_id[node.repeats].superseded_by = node.id
 
