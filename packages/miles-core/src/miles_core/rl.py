@@ -42,6 +42,7 @@ from .rundir import RunDir, environment
 from .starting import Started, started
 from .takeup import take_up
 from .usage import Usage
+from .workers import MAX_LOSSES
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class RLRun:
             limits=Limits(
                 max_staleness=None if keeps_old else rollout.max_staleness,
                 credits=rollout.num_credits,
-                retries=rollout.retries,
+                retries=MAX_LOSSES * (rollout.retries + 1) - 1,
             ),
             info=environment(),
         )
@@ -145,25 +146,26 @@ class RLRun:
 
     async def _train_to_the_end(self, run: Started) -> None:
         """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""
-        restarts = 0
+        restarts, are_lost = 0, False
         in_flight = InFlight(run.workers.run_group)
         self._evaluator = await self._make_evaluator(run, in_flight)
-        await self._go_back(run)
         while True:
             committed = self._commits.last
             try:
+                if are_lost:
+                    await run.trainers.restart()
+                    await run.trainers.setup(self._config.train, run.policy)
+                await self._go_back(run)
                 return await self._train(run, in_flight)
             except Exception as error:
                 lost = cause(error)
                 restarts = 1 if self._commits.last > committed else restarts + 1
                 if not isinstance(lost, TrainerLost) or restarts > MAX_TRAINER_RESTARTS:
                     raise
-                logger.warning("%s The trainer goes on from step %d.", lost, self._commits.last)
+                logger.warning("%s The trainer goes on from the last commit.", lost)
                 self._ledger.event("trainer", "all ranks", f"restarted: {lost}")
             await self._commits.forget()
-            await run.trainers.restart()
-            await run.trainers.setup(self._config.train, run.policy)
-            await self._go_back(run)
+            are_lost = True
 
     async def _go_back(self, run: Started) -> None:
         """Trainer, ledger and monitors to the newest committed step, which at a first start is 0."""
@@ -224,12 +226,12 @@ class RLRun:
 
     async def _end(self, run: Started) -> None:
         """Every step is trained: nothing stays open, and the run proves it."""
-        self._ledger.abort_open("run ended")  # groups that came too late for the last step
         await self._evaluator.drain()
         if self._config.eval.at_end and (metrics := await self._evaluate()):
             self._monitor.log_late(self.version, metrics)
         await self._evaluator.drain()
         await self._commits.drain()
+        self._ledger.abort_open("run ended")  # too late for the last step, which no rewind takes back any more
         await run.trainers.export(self._run_dir.checkpoints / "final")
         self._ledger.require_sound()
 

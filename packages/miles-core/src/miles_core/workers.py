@@ -25,6 +25,8 @@ from .spool import GroupHandle, SpoolWriter
 
 logger = logging.getLogger(__name__)
 
+MAX_LOSSES = 2
+"""Workers that one group may lose before it has failed: it may be what kills them."""
 MOST_PROMPTS = 1_000_000
 """Prompts that a split without `num_prompts` may have; an endless generator would be read for ever."""
 

@@ -350,7 +350,7 @@ class GroupBuffer:
     def _give_up(self, group: _Open, fate: Fate, reason: str, *, retry: bool) -> None:
         """Discard a group; where a policy wants it, its prompt runs again, a bounded number of times in a row."""
         prompt_id = group.prompt.id
-        will_retry = retry and self._times_again[prompt_id] < self._config.group_retries
+        will_retry = retry and (group.is_resumed or self._times_again[prompt_id] < self._config.group_retries)
         self._discard(group, fate, reason, will_retry=will_retry)
         if will_retry:
             self._times_again[prompt_id] += 1
@@ -386,7 +386,7 @@ class GroupBuffer:
         return None
 
     def _discard_stale(self) -> None:
-        for group in self._queue():
+        for group in sorted(self._queue(), key=lambda group: group.order):  # prompts come again in their old order
             ref = group.ref
             if ref is not None and self._apply(self._take_policy, group, ref) in _DISCARD:
                 self._count_discard(group, ref, Fate.STALE, self._stale_reason(group))

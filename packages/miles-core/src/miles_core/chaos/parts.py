@@ -9,6 +9,7 @@ from miles_rollout.engines.health import HealthConfig
 from miles_rollout.engines.supervisor import Supervisor
 
 from miles_core.config import Config
+from miles_core.evaluation.dedicated import EvalServing
 from miles_core.parts import Note
 from miles_core.rundir import RunDir
 
@@ -67,6 +68,9 @@ class ScriptedParts:
 
     def workers(self) -> ScriptedWorkers:
         return ScriptedWorkers(self._world, self._config, run_dir=self._run_dir, env=self.env)
+
+    def evaluation(self, model: Path) -> EvalServing:
+        raise AssertionError("no seed's run has engines of its own for evaluation")
 
 
 class ScriptedFleet:

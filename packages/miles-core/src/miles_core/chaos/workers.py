@@ -11,10 +11,9 @@ from miles_tito.errors import MilesError
 from miles_tito.records import Prompt, Sampling
 from miles_tito.summary import GroupRef
 
-from miles_core.cluster.workers import MAX_LOSSES
 from miles_core.config import Config
 from miles_core.rundir import RunDir
-from miles_core.workers import RolloutWorker, lost_group
+from miles_core.workers import MAX_LOSSES, RolloutWorker, lost_group
 
 from .environment import ScriptedEnv
 from .sessions import ScriptedSessions

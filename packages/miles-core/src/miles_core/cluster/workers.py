@@ -16,15 +16,12 @@ from ray.exceptions import RayActorError
 from miles_core.config import Config
 from miles_core.parts import Note
 from miles_core.rundir import RunDir
-from miles_core.workers import lost_group
+from miles_core.workers import MAX_LOSSES, lost_group
 
 from . import actors
 from .processes import spawn, stop_all
 from .respawn import Respawns
 from .sessions import SessionServers
-
-MAX_LOSSES = 2
-"""Workers that one group may lose before it has failed: it may be what kills them."""
 
 
 class Workers:
