@@ -24,9 +24,7 @@ class RayParts:
         self._trainers = Trainers(config.train)
         self._fleet: Fleet | None = None
         self._sessions = SessionServers(
-            config.sessions.count,
-            state=run_dir.path / "sessions",
-            engines=lambda: self._fleet.urls if self._fleet else (),
+            config.sessions.count, state=run_dir.path / "sessions", engines=self._engine_urls
         )
         self._workers = Workers(config, run_dir=run_dir, note=self._note)
         self._listener: Note | None = None
