@@ -186,7 +186,14 @@ BAD_MESSAGES: dict[str, tuple[Any, str]] = {
     "none": ([], "non-empty list"),
     "no object": (["hi"], r"messages\[0\] is a str"),
     "role": ([{"role": "function", "content": "x"}], "role 'function'"),
-    "image": ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "text parts only"),
+    "image": (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}],
+        "takes no images",
+    ),
+    "an image without a URL": (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        "is an image without a URL",
+    ),
     "unknown field": ([{"role": "user", "content": "x", "weight": 0}], "weight"),
     "arguments": (
         [user("q"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],

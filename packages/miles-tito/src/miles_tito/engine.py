@@ -165,6 +165,7 @@ class SGLangEngine:
                 "return_logprob": True,
                 "stream": stream,
                 **routing,
+                **({"image_data": list(request.images)} if request.images else {}),
             }
         )
 

@@ -53,6 +53,7 @@ def to_samples(episode: Episode, advantage: float | Mapping[str, np.ndarray]) ->
             routed_experts=t.routed_experts,
             routed_mask=t.routed_mask,
             routed_layers=t.routed_layers,
+            multimodal=t.multimodal,
             metadata={**t.metadata, "kind": str(t.kind), "finish_reason": str(t.finish_reason)},
         )
         for t in trained

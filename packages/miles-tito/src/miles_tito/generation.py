@@ -41,6 +41,8 @@ class GenerateRequest:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    """URLs of the images whose placeholders stand in `input_ids`, in their order."""
     routed_from: int = 0
     """The first of `input_ids` whose experts are not known yet, for engines that report them."""
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from .errors import TemplateError
 from .families.base import Family
+from .images import ImageCounter, counter_for, expand, joined, parts_of, runs
 from .records import Message
 from .tokenizer import Tokenizer
 
@@ -54,7 +55,9 @@ class Setting:
 class Joiner:
     """Prompt ids of one tokenizer and family."""
 
-    def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
+    def __init__(self, tokenizer: Tokenizer, family: Family, *, count_images: ImageCounter | None = None) -> None:
+        """`count_images`: by default as the image processor in the tokenizer's folder does."""
+        self._count_images = count_images
         for token in (family.close,) if family.close else family.openers:
             if not tokenizer.is_added(token):
                 raise TemplateError(
@@ -77,7 +80,7 @@ class Joiner:
     def start(self, messages: Sequence[Message], setting: Setting) -> np.ndarray:
         """[N] int32 ids of a whole conversation, ready for the assistant's turn."""
         self._check_tools(messages, setting)
-        return self.tokenizer.encode_guarded(self.render(messages, setting))
+        return self._with_images(messages, self.tokenizer.encode_guarded(self.render(messages, setting)))
 
     def extend(
         self,
@@ -98,7 +101,7 @@ class Joiner:
         tools = setting.tools if self._tools_matter else ()
         text = self._after_reply(messages, setting, tools, reply)
         # Encoded behind the real close token: some tokens swallow the whitespace that follows them.
-        ids = self.tokenizer.encode_guarded(text)
+        ids = self._with_images(messages, self.tokenizer.encode_guarded(text))
         if last is None or last not in self.end_ids:
             return ids
         ids = ids if self.close_id is None else ids[1:]
@@ -182,6 +185,37 @@ class Joiner:
         setting = Setting()
         return any(self._after_reply(m, setting, ()) != self._after_reply(m, setting, (PROBE_TOOL,)) for m in appended)
 
+    def _with_images(self, messages: Sequence[Message], ids: np.ndarray) -> np.ndarray:
+        """`ids` with as many placeholders as each image in `messages` has tokens."""
+        counts = self.image_counts(messages)
+        return expand(ids, self._placeholder, counts) if counts else ids
+
+    def image_counts(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of each image in `messages`, in their order.
+
+        Raises:
+            TemplateError: this family takes no images, or the model in the folder does not.
+        """
+        images = [image for message in messages for image in message.get("images", [])]
+        if not images:
+            return []
+        if self.family.image is None:
+            raise TemplateError(f"Family {self.family.name} takes no images; send text only.")
+        count = self._count_images or counter_for(self.tokenizer.name)
+        return [count(image["url"]) for image in images]
+
+    def image_starts(self, ids: np.ndarray, counts: Sequence[int]) -> list[int]:
+        """Where the images with `counts` tokens begin in prompt ids."""
+        return runs(ids, self._placeholder, counts)
+
+    @property
+    def _placeholder(self) -> int:
+        token = self.family.image.placeholder if self.family.image else ""
+        placeholder = self.tokenizer.token_id(token)
+        if placeholder is None:
+            raise TemplateError(f"{self.tokenizer.name} has no token {token!r}; its model takes no images.")
+        return placeholder
+
     def _check_tools(self, messages: Sequence[Message], setting: Setting) -> None:
         if setting.tools and not self.lists_tools:
             raise TemplateError(
@@ -258,7 +292,7 @@ class Joiner:
                 message = {**message, "tool_call_id": _short(message.get("tool_call_id", "call"))}
             joins = family.alternates or (family.late_system != "keep" and not late)
             if joins and arranged and arranged[-1]["role"] == message["role"] in ("user", "system"):
-                arranged[-1] = {**arranged[-1], "content": f"{arranged[-1]['content']}\n\n{message['content']}"}
+                arranged[-1] = joined(arranged[-1], message, "\n\n")
             else:
                 arranged.append(message)
         return arranged
@@ -300,6 +334,10 @@ class Joiner:
         variables = setting.variables
         if self.family.texts:
             variables = {**variables, **self.family.texts(self.tokenizer.guard(tools), variables)}
+        messages = [
+            {**{k: v for k, v in m.items() if k != "images"}, "content": parts_of(m)} if "images" in m else m
+            for m in messages
+        ]
         return self.tokenizer.render(
             messages, tools=tools, generation_prompt=generation_prompt, now=setting.now, variables=variables
         )

@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from .errors import RequestError
+from .images import read_part
 from .records import Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -42,7 +43,8 @@ def message_key(message: Message) -> bytes:
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", [])]
         plain: Any = [role, message["content"].strip(), _canonical(calls)]
     else:
-        plain = [role, message["content"], message.get("name")]
+        images = [[image["at"], image["digest"]] for image in message.get("images", [])]
+        plain = [role, message["content"], message.get("name"), *([images] if images else [])]
     return hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).digest()
 
 
@@ -73,7 +75,8 @@ def _normalize(message: Any, where: str) -> Message:
     if "reasoning" in fields and role == "assistant":
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     fields.pop("cache_control", None)
-    result: Message = {"role": role, "content": _content(fields.pop("content", ""), where)}
+    text, images = _content(fields.pop("content", ""), role, where)
+    result: Message = {"role": role, "content": text, **({"images": images} if images else {})}
     unknown = sorted(set(fields) - _FIELDS[role])
     if unknown:
         raise _invalid(f"{where} has fields that no {role} message takes here: {', '.join(unknown)}.", where)
@@ -90,21 +93,25 @@ def _normalize(message: Any, where: str) -> Message:
     return result
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, role: str, where: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a message, and its images with their places in it."""
     if isinstance(content, str):
-        return content
-    texts: list[str] = []
+        return content, []
+    text, images = "", list[dict[str, Any]]()
     for i, part in enumerate(_sequence(content, where)):
-        kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else type(part).__name__
-        text = cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
+        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {"type": type(part).__name__}
+        if fields.get("type") == "text" and isinstance(fields.get("text"), str):
+            text += fields["text"]
+        elif fields.get("type") in ("image_url", "image") and role in ("user", "tool"):
+            images.append(read_part(fields, len(text), f"{where}.content[{i}]"))
+        else:
             raise RequestError(
-                f"{where}.content[{i}] is a {kind!r} part; this model takes text parts only.",
+                f"{where}.content[{i}] is a {fields.get('type')!r} part; {role} messages take text"
+                f"{' and images' if role in ('user', 'tool') else ' parts only'}.",
                 code="unsupported_content",
                 param=f"{where}.content",
             )
-        texts.append(text)
-    return "".join(texts)
+    return text, images
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -206,6 +206,7 @@ class Trajectory:
     """Layer ids of the second axis."""
     finish_reason: FinishReason = FinishReason.STOP
     multimodal: Mapping[str, Any] | None = None
+    """`images`: a list of url, digest, start (of its placeholders) and num_tokens."""
     adapter: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -337,6 +338,8 @@ class Sample:
     routed_experts: np.ndarray | None = None
     routed_mask: np.ndarray | None = None
     routed_layers: tuple[int, ...] = ()
+    multimodal: Mapping[str, Any] | None = None
+    """Images beside the tokens, see `Trajectory.multimodal`."""
     ref_logprobs: np.ndarray | None = None
     """[T] float32, the reference policy's."""
     teacher_logprobs: np.ndarray | None = None

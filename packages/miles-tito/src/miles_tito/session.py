@@ -184,6 +184,7 @@ class Session:
             origin=place.origin,
             repeats=place.repeats,
         )
+        new.images = self._images(plan, prompt_ids)
         request = GenerateRequest(
             rid=rid,
             session_id=self.id,
@@ -192,6 +193,7 @@ class Session:
             max_new_tokens=budget,
             stop_token_ids=self._stop_ids(stop_token_ids),
             stop=stops,
+            images=tuple(image["url"] for node in [*(node.lineage if node else []), new] for image in node.images),
             routed_from=max(node.num_ids - 1, 0) if node else 0,
         )
         reader = TurnReader(
@@ -283,8 +285,10 @@ class Session:
         tokens = np.concatenate(_ids(nodes))
         routed = assemble([delta for node in nodes for delta in decode_deltas(node.routed)], len(tokens))
         spans: list[VersionSpan] = []
+        images: list[dict[str, Any]] = []
         start = 0
         for node in nodes:
+            images += [{**image, "start": image["start"] + start} for image in node.images]
             start += len(node.prompt_ids)
             spans += [VersionSpan(start=s.start + start, end=s.end + start, version=s.version) for s in node.versions]
             start += len(node.completion_ids)
@@ -309,6 +313,7 @@ class Session:
             routed_experts=routed.experts if routed else None,
             routed_mask=routed.mask if routed else None,
             routed_layers=routed.layers if routed else (),
+            multimodal={"images": images} if images else None,
             finish_reason=leaf.finish_reason or FinishReason.ABORT,
             metadata={**self.metadata, "num_turns": len(nodes)},
         )
@@ -320,6 +325,19 @@ class Session:
                 return f"{self.id}:{node.parent.branch}"
         origin = nodes[0].origin
         return None if origin is None else f"{self.id}:{self._tree.get(origin).branch}"
+
+    def _images(self, plan: Plan, prompt_ids: np.ndarray) -> list[dict[str, Any]]:
+        """The images that `prompt_ids` add, with their place in them and their number of tokens."""
+        appended = plan.messages[plan.match.num_messages :]
+        counts = self.joiner.image_counts(appended)
+        if not counts:
+            return []
+        starts = self.joiner.image_starts(prompt_ids, counts)
+        images = [image for message in appended for image in message.get("images", [])]
+        return [
+            {"url": image["url"], "digest": image["digest"], "start": start, "num_tokens": count}
+            for image, start, count in zip(images, starts, counts, strict=True)
+        ]
 
     def _stop_ids(self, asked: Sequence[int]) -> tuple[int, ...]:
         ids: set[int] = {*self.joiner.stop_ids, *self.sampling.stop_token_ids, *asked}

@@ -1,6 +1,6 @@
-"""Kimi K2, K2-Thinking, K2.5 and K2.6: calls carry ids that the model samples and the tool results repeat."""
+"""Kimi K2, K2-Thinking, K2.5 and K2.6, text only: the model samples ids of calls, and tool results repeat them."""
 
-from .base import CallFormat, Family, ImageFormat
+from .base import CallFormat, Family
 from .calls import read_kimi
 
 FAMILY = Family(
@@ -13,5 +13,4 @@ FAMILY = Family(
         inner=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         read=read_kimi,
     ),
-    image=ImageFormat(placeholder="<|media_pad|>"),
 )
