@@ -11,7 +11,7 @@ from .fates import FateCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """A prompt that runs again because its group was too old."""
+    """A prompt that runs again because a policy said so of its group."""
 
     prompt: Prompt
     retry_of: str
