@@ -69,13 +69,14 @@ async def _serve(args: argparse.Namespace) -> None:
     from .routing import ExpertLayout
     from .server import create_app, serve
     from .tokenizer import load_tokenizer, read_max_context
+    from .watch import WatchedEngine
 
     experts = ExpertLayout.from_folder(args.tokenizer) if args.routed_experts else None
     if args.routed_experts and experts is None:
         raise RecordError(f"--routed-experts: the model in {args.tokenizer} has no experts by its config.json.")
     max_context: int = args.max_context or read_max_context(args.tokenizer)
     app = create_app(
-        engine=SGLangEngine(args.engine, api_key=args.engine_api_key, experts=experts),
+        engine=WatchedEngine(SGLangEngine(args.engine, api_key=args.engine_api_key, experts=experts)),
         tokenizer=load_tokenizer(args.tokenizer),
         family=args.family,
         model=args.model,
