@@ -1,6 +1,6 @@
 """What it costs that a run survives: spool and ledger for each sample, the pause of a checkpoint, and coming back.
 
-    python benchmarks/durability.py                    all parts, about four minutes on two cores
+    python benchmarks/durability.py                    all parts, two to three minutes on two quiet cores
     python benchmarks/durability.py records            one part: records, checkpoint, resume
     python benchmarks/durability.py --json             the same numbers as JSON
 
@@ -10,7 +10,8 @@ records     The real buffer, producer, loop, spool and ledger around parts that 
 checkpoint  A real trainer rank with a random model of `--parameters` million parameters takes optimizer steps of
             `--step-tokens` tokens; some of them with a checkpoint behind them. The pause is the time that `begin_save`
             holds training up; the rest is written beside the next step, whose slowdown is shown. The target is a pause
-            of at most 5 % of a step, generation and weight update not even counted in the step.
+            of at most 5 % of a step, generation and weight update not even counted in the step. Pause and step both
+            grow with the model, so their ratio depends on the tokens of a step alone.
 resume      From a directory that 100 steps left behind, in a new process: opening the ledger, adopting what the spool
             alone has, taking up every open group, loading the state. Loading the model and starting engines, which a
             fresh run does as well, are left out. The target is 10 seconds.
@@ -316,7 +317,7 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=["records", "checkpoint", "resume"])
     parser.add_argument("--steps", type=int, default=50, help="steps of the loop")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of an episode")
-    parser.add_argument("--parameters", type=float, default=30.0, help="millions, of the model that is saved")
+    parser.add_argument("--parameters", type=float, default=10.0, help="millions, of the model that is saved")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of an optimizer step")
     parser.add_argument("--threads", type=int, default=2, help="of the trainer")
     parser.add_argument("--json", action="store_true")
