@@ -260,8 +260,10 @@ def resume(*, steps: int, tokens: int) -> Numbers:
 def take_up_again(folder: Path) -> Numbers:
     """In the new process."""
     began = time.perf_counter()
-    found = Checkpoints(folder / "checkpoints").latest()
-    assert found is not None
+    checkpoints = Checkpoints(folder / "checkpoints")
+    found = checkpoints.latest()
+    assert found is not None, "the first process wrote one"
+    checkpoints.load_state(found)
     ledger = Ledger.open(folder / "ledger.db")
     adopt_spooled(ledger, folder / "trajectories")
     ledger.start(found.step)
