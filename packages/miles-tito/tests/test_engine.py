@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from miles_tito import UNKNOWN_VERSION, EngineError, FinishReason, Sampling, SGLangEngine, VersionSpan
+from miles_tito.arrays import ids_as_json
 from miles_tito.generation import GenerateRequest, join, run_turn
 from miles_tito.routing import ExpertLayout
 from starlette.applications import Starlette
@@ -378,3 +379,8 @@ async def test_experts_of_another_model_are_an_engine_error(served: Any):
         with pytest.raises(EngineError, match="is the layout of another model"):
             await engine.generate(request())
         await engine.aclose()
+
+
+@pytest.mark.parametrize("ids", [[], [0], [7, 0, 151645, 9, 99999], [262143, 1]])
+def test_ids_are_written_as_a_json_array(ids: list[int]):
+    assert json.loads(ids_as_json(np.asarray(ids, np.int32))) == ids

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from .arrays import ids_as_json
 from .errors import EngineError, RecordError
 from .generation import Engine, GenerateRequest, Generation, one_version
 from .http import Http
@@ -160,7 +161,7 @@ class SGLangEngine:
         return msgspec.json.encode(
             {
                 "rid": request.rid,
-                "input_ids": request.input_ids.tolist(),
+                "input_ids": msgspec.Raw(ids_as_json(request.input_ids)),
                 "sampling_params": params,
                 "return_logprob": True,
                 "stream": stream,

@@ -174,6 +174,27 @@ class Session:
             )
         budget = min(self.sampling.max_tokens, max_tokens or self.sampling.max_tokens, self.max_context - length)
         stops = (*self.sampling.stop, *stop)
+        lineage = node.lineage if node else []
+        images = self._images(plan, prompt_ids)
+        request = GenerateRequest(
+            rid=rid,
+            session_id=self.id,
+            input_ids=np.concatenate([*_ids(lineage), prompt_ids]),
+            sampling=self.sampling,
+            max_new_tokens=budget,
+            stop_token_ids=self._stop_ids(stop_token_ids),
+            stop=stops,
+            images=tuple(image["url"] for image in [*(i for n in lineage for i in n.images), *images]),
+            routed_from=max(node.num_ids - 1, 0) if node else 0,
+        )
+        reader = TurnReader(
+            self.joiner.tokenizer,
+            self.joiner.family,
+            tools=plan.setting.tools,
+            in_reasoning=self.joiner.opens_reasoning(prompt_ids),
+            stop=stops,
+        )
+        # Last, so that whatever is wrong above leaves no turn behind.
         place = classify(plan.messages, plan.match, plan.hints, self._tree, has_tools=bool(plan.setting.tools))
         new = self._tree.add(
             plan.match,
@@ -184,25 +205,7 @@ class Session:
             origin=place.origin,
             repeats=place.repeats,
         )
-        new.images = self._images(plan, prompt_ids)
-        request = GenerateRequest(
-            rid=rid,
-            session_id=self.id,
-            input_ids=np.concatenate([*_ids(node.lineage if node else []), prompt_ids]),
-            sampling=self.sampling,
-            max_new_tokens=budget,
-            stop_token_ids=self._stop_ids(stop_token_ids),
-            stop=stops,
-            images=tuple(image["url"] for node in [*(node.lineage if node else []), new] for image in node.images),
-            routed_from=max(node.num_ids - 1, 0) if node else 0,
-        )
-        reader = TurnReader(
-            self.joiner.tokenizer,
-            self.joiner.family,
-            tools=plan.setting.tools,
-            in_reasoning=self.joiner.opens_reasoning(prompt_ids),
-            stop=stops,
-        )
+        new.images = images
         return Turn(node=new, request=request, reader=reader, setting=plan.setting)
 
     def commit(self, turn: Turn, generation: Generation) -> Node:

@@ -1,0 +1,292 @@
+"""What the session server costs: time added to a turn, turns a second, collection, memory, against rendering anew.
+
+    python benchmarks/tito.py                       about two minutes, with the tokenizer of ../shared
+    python benchmarks/tito.py --tokenizer FOLDER    with yours
+    python benchmarks/tito.py --json                the same numbers as JSON
+
+Three processes, as in a run: an engine that answers at once with 16 tokens, `miles-tito serve`, and this client. A turn
+sends the whole history as an agent does, and the next user message. `direct` is the same prompt, already encoded,
+posted to the engine; what the server adds is the difference of the medians (p50) and of the 99th percentiles.
+
+Targets: at most 3 ms added at 32k tokens and 8 ms at 128k, 500 turns a second at 1k, 50 ms to collect 200 turns of
+117k tokens, 16 bytes held a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from miles_tito import Session, Tokenizer, load_tokenizer
+from miles_tito.families import choose_family
+from miles_tito.generation import Generation, one_version
+from miles_tito.merge import Joiner
+from miles_tito.messages import normalize
+from miles_tito.records import FinishReason
+from miles_tito.wire import decode_samples
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers" / "qwen3.tar.xz"
+CONTEXTS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
+TARGET_ADDED_MS = {"32k": 3.0, "128k": 8.0}
+REPLY_TOKENS = 16
+WORDS = "the quick brown fox jumps over a lazy dog while seven tests pass in two files "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    value: float
+    unit: str
+    target: str = ""
+    met: bool | None = None
+
+
+def rows_of_memory_and_joins(tokenizer: Tokenizer, family: str) -> Iterator[Row]:
+    """Without HTTP: what a session holds, and its join against rendering and encoding everything."""
+    session = Session("bench", Joiner(tokenizer, choose_family(family, tokenizer)), max_context=10**7)
+    messages: list[dict[str, Any]] = []
+    joins: list[float] = []
+    for _ in range(66):
+        messages.append({"role": "user", "content": WORDS * 33})
+        began = time.perf_counter()
+        plan = session.plan(normalize(messages))
+        ids = session.encode(plan)
+        joins.append(time.perf_counter() - began)
+        turn = session.begin(plan, ids, rid="bench")
+        sampled = np.append(tokenizer.encode("ok " * (REPLY_TOKENS - 1))[: REPLY_TOKENS - 1], tokenizer.eos_ids[0])
+        turn.reader.feed(sampled)
+        turn.reader.finish()
+        logprobs = np.full(len(sampled), -0.5, np.float32)
+        versions = one_version(len(sampled), 0)
+        done = Generation(output_ids=sampled, logprobs=logprobs, versions=versions, finish_reason=FinishReason.STOP)
+        messages.append(dict(session.commit(turn, done).message))
+    [path] = session.pick().paths
+    arrays = [array for node in path for array in (node.prompt_ids, node.completion_ids, node.logprobs)]
+    tokens = sum(len(node.prompt_ids) + len(node.completion_ids) for node in path)
+    held = sum(array.nbytes for array in arrays) / tokens
+    yield Row(what="held, numpy", value=held, unit="bytes/token", target="<= 16", met=held <= 16)
+    began = time.perf_counter()
+    tokenizer.encode(tokenizer.render(normalize(messages)))
+    full = (time.perf_counter() - began) * 1000
+    join = statistics.median(joins[-10:]) * 1000
+    yield Row(what=f"join at {tokens // 1000}k, no HTTP", value=join, unit="ms")
+    yield Row(what=f"render and encode anew at {tokens // 1000}k", value=full, unit="ms")
+    yield Row(what="anew / join", value=full / join, unit="times")
+
+
+class Client:
+    """One agent's conversation."""
+
+    def __init__(self, http: aiohttp.ClientSession, opened: dict[str, Any], context: str) -> None:
+        self._http = http
+        self._url = f"{opened['base_url']}/chat/completions"
+        self.base = opened["base_url"].removesuffix("/v1")
+        self.auth = {"Authorization": f"Bearer {opened['api_key']}"}
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": context}]
+
+    async def turn(self, text: str = "And the next one?") -> float:
+        """One turn; its seconds, the client's own encoding of the request left out."""
+        body = json.dumps({"messages": self.messages}).encode()
+        began = time.perf_counter()
+        async with self._http.post(self._url, data=body, headers=self.auth) as response:
+            answer = await response.read()
+        seconds = time.perf_counter() - began
+        assert response.status == 200, answer[:500]
+        self.messages += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": text}]
+        return seconds
+
+
+async def rows_of_latency(server: str, engine: str, http: aiohttp.ClientSession, tok: Tokenizer) -> list[Row]:
+    rows: list[Row] = []
+    for name, size in CONTEXTS.items():
+        client = Client(http, await open_session(server, http), text_of(tok, size))
+        turns = 30 if size > 10_000 else 100
+        await client.turn()
+        through = [await client.turn() for _ in range(turns)]
+        body = json.dumps({"rid": "x", "input_ids": [1234] * size, "sampling_params": {}}).encode()
+        direct: list[float] = []
+        for _ in range(turns):
+            began = time.perf_counter()
+            async with http.post(f"{engine}/generate", data=body) as response:
+                await response.read()
+            direct.append(time.perf_counter() - began)
+        for quantile in (50, 99):
+            added = (float(np.percentile(through, quantile)) - float(np.percentile(direct, quantile))) * 1000
+            limit = TARGET_ADDED_MS.get(name) if quantile == 50 else None
+            rows.append(
+                Row(
+                    what=f"added at {name}, p{quantile}",
+                    value=added,
+                    unit="ms",
+                    target=f"<= {limit:g}" if limit else "",
+                    met=added <= limit if limit else None,
+                )
+            )
+    return rows
+
+
+async def rows_of_throughput(server: str, http: aiohttp.ClientSession, tok: Tokenizer) -> list[Row]:
+    rows: list[Row] = []
+    for count in (1, 8, 64):
+        context = text_of(tok, 700)
+        clients = [Client(http, await open_session(server, http), context) for _ in range(count)]
+        turns = max(4, 256 // count)
+        await asyncio.gather(*(client.turn() for client in clients))
+        began = time.perf_counter()
+
+        async def play(client: Client, turns: int = turns) -> None:
+            for _ in range(turns):
+                await client.turn()
+
+        await asyncio.gather(*(play(client) for client in clients))
+        rate = count * turns / (time.perf_counter() - began)
+        rows.append(Row(what=f"{count} sessions at 1k", value=rate, unit="turns/s", target=">= 500", met=rate >= 500))
+    return rows
+
+
+async def rows_of_collection(server: str, http: aiohttp.ClientSession, tok: Tokenizer) -> list[Row]:
+    """200 turns of 117k tokens; meanwhile somebody else asks for the server's health."""
+    client = Client(http, await open_session(server, http), text_of(tok, 540))
+    text = text_of(tok, 550)
+    for _ in range(200):
+        await client.turn(text)
+    waits: list[float] = []
+
+    async def others() -> None:
+        while True:
+            began = time.perf_counter()
+            async with http.get(f"{server}/health") as response:
+                await response.read()
+            waits.append(time.perf_counter() - began)
+            await asyncio.sleep(0.001)
+
+    watcher = asyncio.create_task(others())
+    times: list[float] = []
+    samples: list[Any] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        headers = {**client.auth, "accept": "application/msgpack"}
+        async with http.post(f"{client.base}/samples", json={"reward": 1.0}, headers=headers) as response:
+            packed = await response.read()
+        times.append(time.perf_counter() - began)
+        samples, _ = decode_samples(packed)
+    watcher.cancel()
+    best = statistics.median(times) * 1000
+    what = f"samples of {len(client.messages) // 2} turns, {len(samples[0].tokens) // 1000}k tokens"
+    return [
+        Row(what=what, value=best, unit="ms", target="<= 50", met=best <= 50),
+        Row(what="longest wait of others meanwhile", value=max(waits) * 1000, unit="ms"),
+    ]
+
+
+async def open_session(server: str, http: aiohttp.ClientSession) -> dict[str, Any]:
+    async with http.post(f"{server}/sessions", json={}) as response:
+        return await response.json()
+
+
+def text_of(tokenizer: Tokenizer, size: int) -> str:
+    """Plain text of about `size` tokens."""
+    return WORDS * max(1, size // len(tokenizer.encode(WORDS)))
+
+
+async def serve_instantly(ids: list[int]) -> None:
+    """An engine that reads a request to its end and answers at once, whatever it says."""
+    rows = [[-0.5, token, None] for token in ids]
+    meta = {"completion_tokens": len(ids), "weight_version": "1", "output_token_logprobs": rows}
+    answer = {"output_ids": ids, "meta_info": {**meta, "finish_reason": {"type": "stop", "matched": ids[-1]}}}
+    body = json.dumps(answer).encode()
+    response = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                found = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+                await reader.readexactly(int(found[1]) if found else 0)
+                writer.write(response)
+                await writer.drain()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=2**24)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+@contextlib.asynccontextmanager
+async def running(*command: str) -> AsyncIterator[str]:
+    """A process of ours, until the block ends; the URL that it prints first."""
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=subprocess.PIPE)
+    assert process.stdout
+    try:
+        line = (await process.stdout.readline()).decode()
+        found = re.search(r"http://[^\s,]+", line)
+        assert found, f"{command} printed no URL but {line!r}"
+        yield found[0]
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def measure(folder: Path, family: str) -> list[Row]:
+    tokenizer = load_tokenizer(folder)
+    ids = [*tokenizer.encode("ok " * REPLY_TOKENS)[: REPLY_TOKENS - 1].tolist(), tokenizer.eos_ids[0]]
+    rows = list(rows_of_memory_and_joins(tokenizer, family))
+    limits = ["--max-context", "1000000", "--max-tokens", "512", "--port", "0", "--family", family]
+    async with (
+        running(__file__, "--engine-ids", json.dumps(ids)) as engine,
+        running("-m", "miles_tito", "serve", "--engine", engine, "--tokenizer", str(folder), *limits) as server,
+        aiohttp.ClientSession() as http,
+    ):
+        rows += await rows_of_latency(server, engine, http, tokenizer)
+        rows += await rows_of_throughput(server, http, tokenizer)
+        rows += await rows_of_collection(server, http, tokenizer)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokenizer", type=Path, help="a model's folder; default: Qwen3 of ../shared")
+    parser.add_argument("--family", default="qwen3")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--engine-ids", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine_ids:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(serve_instantly(json.loads(args.engine_ids)))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = args.tokenizer
+        if folder is None:
+            if not SHARED.exists():
+                parser.error(f"{SHARED} is not there; give --tokenizer FOLDER")
+            with tarfile.open(SHARED) as tar:
+                tar.extractall(name, filter="data")
+            folder = Path(name) / "qwen3"
+        rows = asyncio.run(measure(folder, args.family))
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return 0
+    width = max(len(row.what) for row in rows)
+    for row in rows:
+        verdict = "" if row.met is None else "met" if row.met else "MISSED"
+        print(f"{row.what:<{width}}  {row.value:>9.2f} {row.unit:<12} {row.target:>7} {verdict}".rstrip())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
