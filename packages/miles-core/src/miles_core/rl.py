@@ -265,10 +265,11 @@ class RLRun:
             await run.sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])
         )
         more |= self._arrivals.metrics() | run.fleet.metrics()
-        if self._commits.is_due(version, is_last=version == self._config.run.steps):
-            more |= await self._commit(run, version)
         if self._config.eval.is_due(version):
             more |= await self._evaluate()
+        # Nothing may be awaited behind this: a step that is committed has its row in the metrics.
+        if self._commits.is_due(version, is_last=version == self._config.run.steps):
+            more |= await self._commit(run, version)
         return more
 
     async def _commit(self, run: Started, step: int) -> dict[str, float]:
