@@ -26,7 +26,7 @@ _FLAGS = (
 _X86 = {
     "portable": (),
     "avx2": ("-mavx2",),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
 }
 
 

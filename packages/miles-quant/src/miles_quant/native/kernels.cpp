@@ -25,31 +25,60 @@ INLINE float power_of_two(uint32_t exponent) {
   return cast<float>(exponent == 255 ? kNan : exponent == 0 ? 0x00400000u : exponent << 23);
 }
 
+template <int count, class T>
+INLINE uint32_t amax_of_few(const T *x) {
+  Bits amax = magnitude(load_floats(x));
+  for (int i = kLanes; i < count; i += kLanes) amax = larger(amax, magnitude(load_floats(x + i)));
+  return largest(amax);
+}
+
+// Sixteen values to FP4 codes, and back.
+template <bool may_be_nan, class T>
+INLINE void e2m1_pack(uint8_t *to, const T *x, float factor) {
+  Sixteen codes;
+  for (int i = 0; i < 16; i += kLanes)
+    codes.part[i / kLanes] = e2m1_codes<may_be_nan>(clamp(load_floats(x + i) * factor, 6.0f));
+  store_nibbles(to, codes);
+}
+
+template <class T>
+INLINE void e2m1_unpack(T *out, const uint8_t *from, float scale) {
+  Sixteen codes = load_nibbles(from);
+  for (int i = 0; i < 16; i += kLanes) store_floats(out + i, e2m1_values(codes.part[i / kLanes]) * scale);
+}
+
+template <bool may_be_nan, bool is_fp8, class T>
+INLINE void mx_block(uint8_t *codes, const T *x, float factor) {
+  if (is_fp8)
+    for (int i = 0; i < 32; i += kLanes)
+      narrow(codes + i, e4m3_codes<may_be_nan>(clamp(load_floats(x + i) * factor, 448.0f)));
+  else
+    for (int half = 0; half < 2; half++) e2m1_pack<may_be_nan>(codes + half * 8, x + half * 16, factor);
+}
+
 template <class T, bool is_fp8>
 void mx_quantize(const T *x, uint8_t *codes, uint8_t *scales, int64_t blocks, MxRule rule) {
   for (int64_t b = 0; b < blocks; b++, x += 32) {
-    f32x16 low = load16(x), high = load16(x + 16);
-    uint32_t exponent = mx_exponent(largest(larger(magnitude(low), magnitude(high))), is_fp8, rule);
+    uint32_t exponent = mx_exponent(amax_of_few<32>(x), is_fp8, rule);
     scales[b] = uint8_t(exponent);
     float factor = power_of_two(exponent == 255 ? 255 : 254 - exponent);
-    if (is_fp8) {
-      store_bytes(codes + b * 32, e4m3_codes(clamp(low * factor, 448.0f)));
-      store_bytes(codes + b * 32 + 16, e4m3_codes(clamp(high * factor, 448.0f)));
-    } else {
-      store_nibbles(codes + b * 16, e2m1_codes(clamp(low * factor, 6.0f)));
-      store_nibbles(codes + b * 16 + 8, e2m1_codes(clamp(high * factor, 6.0f)));
-    }
+    uint8_t *to = codes + b * (is_fp8 ? 32 : 16);
+    if (exponent == 255)
+      mx_block<true, is_fp8>(to, x, factor);
+    else
+      mx_block<false, is_fp8>(to, x, factor);
   }
 }
 
 template <class T, bool is_fp8>
 void mx_dequantize(const uint8_t *codes, const uint8_t *scales, T *out, int64_t blocks) {
-  for (int64_t b = 0; b < blocks; b++)
-    for (int half = 0; half < 2; half++) {
-      f32x16 value = is_fp8 ? e4m3_values(load_bytes(codes + b * 32 + half * 16))
-                            : e2m1_values(load_nibbles(codes + b * 16 + half * 8));
-      store16(out + b * 32 + half * 16, value * power_of_two(scales[b]));
-    }
+  for (int64_t b = 0; b < blocks; b++) {
+    float scale = power_of_two(scales[b]);
+    if (is_fp8)
+      for (int64_t c = b * 32; c < b * 32 + 32; c += kLanes) store_floats(out + c, e4m3_values(widen(codes + c)) * scale);
+    else
+      for (int half = 0; half < 2; half++) e2m1_unpack(out + b * 32 + half * 16, codes + b * 16 + half * 8, scale);
+  }
 }
 
 // ---- The largest magnitude, and FP8 in any block whose columns are whole vectors
@@ -78,15 +107,15 @@ INLINE Fp8Scale fp8_scale(float amax, Fp8Rule rule) {
 }
 
 template <class T>
-uint32_t amax_of(const T *x, int64_t rows, int64_t columns, int64_t stride) {
-  u32x16 best = {}, other = {};
+INLINE uint32_t amax_of(const T *x, int64_t rows, int64_t columns, int64_t stride) {
+  Bits best = {}, other = {};  // two, so that one need not wait for the other
   for (int64_t r = 0; r < rows; r++) {
     int64_t c = 0;
-    for (; c + 32 <= columns; c += 32) {
-      best = larger(best, magnitude(load16(x + r * stride + c)));
-      other = larger(other, magnitude(load16(x + r * stride + c + 16)));
+    for (; c + 2 * kLanes <= columns; c += 2 * kLanes) {
+      best = larger(best, magnitude(load_floats(x + r * stride + c)));
+      other = larger(other, magnitude(load_floats(x + r * stride + c + kLanes)));
     }
-    for (; c < columns; c += 16) best = larger(best, magnitude(load16(x + r * stride + c)));
+    for (; c < columns; c += kLanes) best = larger(best, magnitude(load_floats(x + r * stride + c)));
   }
   return largest(larger(best, other));
 }
@@ -96,6 +125,17 @@ void row_amax(const T *x, float *amax, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; r++) amax[r] = cast<float>(amax_of(x + r * columns, 1, columns, columns));
 }
 
+template <bool may_be_nan, bool divides, class T>
+void fp8_block(uint8_t *codes, const T *x, int64_t rows, int64_t columns, int64_t stride, float by) {
+  Floats operand = splat(by);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Floats value = load_floats(x + r * stride + c);
+      value = divides ? value / operand : value * operand;
+      narrow(codes + r * stride + c, e4m3_codes<may_be_nan>(clamp(value, 448.0f)));
+    }
+}
+
 template <class T>
 void fp8_quantize(const T *x, uint8_t *codes, float *scales, int64_t rows, int64_t columns, int64_t block_rows,
                   int64_t block_columns, Fp8Rule rule, const float *amax) {
@@ -103,15 +143,18 @@ void fp8_quantize(const T *x, uint8_t *codes, float *scales, int64_t rows, int64
     int64_t height = top + block_rows < rows ? block_rows : rows - top;
     for (int64_t left = 0; left < columns; left += block_columns) {
       const T *block = x + top * columns + left;
-      Fp8Scale scale = fp8_scale(amax ? *amax : cast<float>(amax_of(block, height, block_columns, columns)), rule);
+      uint8_t *to = codes + top * columns + left;
+      uint32_t size = amax ? cast<uint32_t>(*amax) : amax_of(block, height, block_columns, columns);
+      Fp8Scale scale = fp8_scale(cast<float>(size), rule);
       *scales++ = scale.stored;
-      f32x16 operand = splat(scale.operand);
-      for (int64_t r = 0; r < height; r++)
-        for (int64_t c = 0; c < block_columns; c += 16) {
-          f32x16 value = load16(block + r * columns + c);
-          value = scale.divides ? value / operand : value * operand;
-          store_bytes(codes + (top + r) * columns + left + c, e4m3_codes(clamp(value, 448.0f)));
-        }
+      if (size >= kInf && scale.divides)  // Inf / Inf and 0 * Inf are NaN
+        fp8_block<true, true>(to, block, height, block_columns, columns, scale.operand);
+      else if (size >= kInf)
+        fp8_block<true, false>(to, block, height, block_columns, columns, scale.operand);
+      else if (scale.divides)
+        fp8_block<false, true>(to, block, height, block_columns, columns, scale.operand);
+      else
+        fp8_block<false, false>(to, block, height, block_columns, columns, scale.operand);
     }
   }
 }
@@ -124,27 +167,33 @@ void fp8_dequantize(const uint8_t *codes, const float *scales, T *out, int64_t r
     for (int64_t block = 0; block < width; block++) {
       float scale = scales[r / block_rows * width + block];
       int64_t start = r * columns + block * block_columns;
-      for (int64_t c = start; c < start + block_columns; c += 16)
-        store16(out + c, e4m3_values(load_bytes(codes + c)) * scale);
+      for (int64_t c = start; c < start + block_columns; c += kLanes)
+        store_floats(out + c, e4m3_values(widen(codes + c)) * scale);
     }
 }
 
 // ---- NVFP4 by Transformer Engine's rule: blocks of 16, handled sixteen at a time where a row has so many
 
 template <class T>
-void nvfp4_blocks(const T *x, uint8_t *codes, uint8_t *scales, int blocks, float multiplier, float decode) {
-  alignas(64) uint32_t amax[16] = {};
-  alignas(64) float factor[16];
-  for (int b = 0; b < blocks; b++) amax[b] = largest(magnitude(load16(x + b * 16)));
-  u32x16 scale = e4m3_codes(clamp(cast<f32x16>(load<u32x16>(amax)) * multiplier, 448.0f));
-  f32x16 encode = 1.0f / (e4m3_values(scale) * decode);
-  encode = encode > splat(kFloatMax) ? splat(kFloatMax) : encode;
-  memcpy(factor, &encode, sizeof encode);
+INLINE void nvfp4_blocks(const T *x, uint8_t *codes, uint8_t *scales, int blocks, float multiplier, float decode) {
+  uint32_t amax[16] = {};
+  float factor[16];
   uint8_t bytes[16];
-  store_bytes(bytes, scale);
+  for (int b = 0; b < blocks; b++) amax[b] = amax_of_few<16>(x + b * 16);
+  Bits worst = {};
+  for (int b = 0; b < 16; b += kLanes) {
+    Bits scale = e4m3_codes(clamp(load<Floats>(amax + b) * multiplier, 448.0f));
+    Floats encode = 1.0f / (e4m3_values(scale) * decode);
+    encode = encode > splat(kFloatMax) ? splat(kFloatMax) : encode;
+    memcpy(factor + b, &encode, sizeof encode);
+    worst = larger(worst, magnitude(encode));
+    narrow(bytes + b, scale);
+  }
   memcpy(scales, bytes, size_t(blocks));
-  for (int b = 0; b < blocks; b++)
-    store_nibbles(codes + b * 8, e2m1_codes(clamp(load16(x + b * 16) * factor[b], 6.0f)));
+  if (largest(worst) > kInf)
+    for (int b = 0; b < blocks; b++) e2m1_pack<true>(codes + b * 8, x + b * 16, factor[b]);
+  else
+    for (int b = 0; b < blocks; b++) e2m1_pack<false>(codes + b * 8, x + b * 16, factor[b]);
 }
 
 template <class T>
@@ -155,8 +204,10 @@ void nvfp4_quantize(const T *x, uint8_t *codes, uint8_t *scales, int64_t rows, i
     float multiplier = multipliers[r * stride], decode = decodes[r * stride];
     for (int64_t b = 0; b < blocks; b += 16) {
       int64_t at = r * blocks + b;
-      int count = int(blocks - b < 16 ? blocks - b : 16);
-      nvfp4_blocks(x + at * 16, codes + at * 8, scales + at, count, multiplier, decode);
+      if (blocks - b >= 16)  // spelled out, so that the loops inside have a fixed length
+        nvfp4_blocks(x + at * 16, codes + at * 8, scales + at, 16, multiplier, decode);
+      else
+        nvfp4_blocks(x + at * 16, codes + at * 8, scales + at, int(blocks - b), multiplier, decode);
     }
   }
 }
@@ -171,34 +222,46 @@ void nvfp4_dequantize(const uint8_t *codes, const uint8_t *scales, T *out, int64
       uint32_t size = scales[at] & 0x7F;
       float scale = size == 0x7F ? cast<float>(kNan) : cast<float>(size << 20) * 0x1p120f;
       scale = scales[at] & 0x80 ? -scale : scale;
-      store16(out + at * 16, e2m1_values(load_nibbles(codes + at * 8)) * (scale * decodes[r * stride]));
+      e2m1_unpack(out + at * 16, codes + at * 8, scale * decodes[r * stride]);
     }
 }
 
 // ---- INT4: groups whose columns are whole vectors
 
 template <class T>
-void int4_quantize(const T *x, uint8_t *codes, uint16_t *scales, int64_t groups, int64_t size) {
-  const float nearest = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+INLINE void int4_groups(const T *x, uint8_t *codes, uint16_t *scales, int64_t groups, int64_t size) {
   for (int64_t g = 0; g < groups; g++, x += size) {
-    float scale = cast<float>(amax_of(x, 1, size, size)) * (1.0f / 7.0f);
+    float scale = cast<float>(size == 32 ? amax_of_few<32>(x) : amax_of(x, 1, size, size)) * (1.0f / 7.0f);
     scale = scale < 1e-5f ? 1e-5f : scale;
     scales[g] = to_bf16(scale);
     for (int64_t c = 0; c < size; c += 16) {
-      f32x16 value = clamp(load16(x + c) / splat(scale), 7.0f);
-      u32x16 code = cast<u32x16>(__builtin_convertvector((value + nearest) - nearest, i32x16)) + 8u;
-      code = magnitude(value) > kInf ? splat_bits(8u) : code;
-      store_nibbles(codes + (g * size + c) / 2, code & 15u);
+      Sixteen sixteen;  // within +-7 by the choice of the scale; NaN has code 8, as INT_MIN and 0 both give
+      for (int i = 0; i < 16; i += kLanes) {
+        Bits code = cast<Bits>(nearest(load_floats(x + c + i) / splat(scale))) + 8u;
+        sixteen.part[i / kLanes] = kLanes == 16 ? code : code & 15u;  // sixteen lanes narrow by truncation anyway
+      }
+      store_nibbles(codes + (g * size + c) / 2, sixteen);
     }
   }
+}
+
+template <class T>
+void int4_quantize(const T *x, uint8_t *codes, uint16_t *scales, int64_t groups, int64_t size) {
+  if (size == 32)  // spelled out, so that the loops inside have a fixed length
+    int4_groups(x, codes, scales, groups, 32);
+  else
+    int4_groups(x, codes, scales, groups, size);
 }
 
 template <class T>
 void int4_dequantize(const uint8_t *codes, const uint16_t *scales, T *out, int64_t groups, int64_t size) {
   for (int64_t g = 0; g < groups; g++) {
     float scale = cast<float>(uint32_t(scales[g]) << 16);
-    for (int64_t c = g * size; c < (g + 1) * size; c += 16)
-      store16(out + c, __builtin_convertvector(cast<i32x16>(load_nibbles(codes + c / 2)) - 8, f32x16) * scale);
+    for (int64_t c = g * size; c < (g + 1) * size; c += 16) {
+      Sixteen code = load_nibbles(codes + c / 2);
+      for (int i = 0; i < 16; i += kLanes)
+        store_floats(out + c + i, __builtin_convertvector(cast<Ints>(code.part[i / kLanes]) - 8, Floats) * scale);
+    }
   }
 }
 

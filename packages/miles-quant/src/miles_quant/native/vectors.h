@@ -1,9 +1,9 @@
-// Sixteen lanes of float32 and what the formats do to them, on compiler vectors: the same source for every instruction
-// set, and therefore the same bits. Intrinsics stand only where a compiler does not find the instruction by itself.
+// A vector of float32 lanes and what the formats do to it, on the compiler's vector types: one source for every
+// instruction set, and therefore the same bits. Intrinsics stand only where compilers go lane by lane.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -11,13 +11,17 @@
 
 namespace {
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
-typedef uint8_t u8x8 __attribute__((vector_size(8)));
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 constexpr uint32_t kNan = 0x7FC00000u, kInf = 0x7F800000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;
@@ -35,114 +39,187 @@ template <class T> INLINE T load(const void *from) {
   return to;
 }
 
-INLINE f32x16 splat(float value) { return value - f32x16{}; }
-INLINE u32x16 splat_bits(uint32_t value) { return value - u32x16{}; }
+INLINE Floats splat(float value) { return value - Floats{}; }
+INLINE Bits splat_bits(uint32_t value) { return value - Bits{}; }
+
+// ---- widening, narrowing, the largest lane
+
+#if defined(__AVX512F__)
+INLINE Bits widen(const uint8_t *from) { return cast<Bits>(_mm512_cvtepu8_epi32(load<__m128i>(from))); }
+INLINE Bits widen(const uint16_t *from) { return cast<Bits>(_mm512_cvtepu16_epi32(load<__m256i>(from))); }
+INLINE void narrow(uint8_t *to, Bits values) {
+  __m128i bytes = _mm512_cvtepi32_epi8(cast<__m512i>(values));
+  memcpy(to, &bytes, sizeof bytes);
+}
+INLINE void narrow(uint16_t *to, Bits values) {
+  __m256i words = _mm512_cvtepi32_epi16(cast<__m512i>(values));
+  memcpy(to, &words, sizeof words);
+}
+INLINE uint32_t largest(Bits values) { return _mm512_reduce_max_epu32(cast<__m512i>(values)); }
+#elif defined(__AVX2__)
+INLINE Bits widen(const uint8_t *from) {
+  return cast<Bits>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<int64_t>(from))));
+}
+INLINE Bits widen(const uint16_t *from) { return cast<Bits>(_mm256_cvtepu16_epi32(load<__m128i>(from))); }
+INLINE __m128i words_of(Bits values) {  // all below 2^16
+  __m256i wide = cast<__m256i>(values);
+  return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+}
+INLINE void narrow(uint8_t *to, Bits values) {
+  __m128i words = words_of(values);
+  int64_t bytes = _mm_cvtsi128_si64(_mm_packus_epi16(words, words));
+  memcpy(to, &bytes, sizeof bytes);
+}
+INLINE void narrow(uint16_t *to, Bits values) {
+  __m128i words = words_of(values);
+  memcpy(to, &words, sizeof words);
+}
+INLINE uint32_t largest(Bits values) {
+  __m256i eight = cast<__m256i>(values);
+  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4E));
+  return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xB1))));
+}
+#else
+template <class T> INLINE Bits widen(const T *from) {
+  Bits values;
+  for (int i = 0; i < kLanes; i++) values[i] = from[i];
+  return values;
+}
+template <class T> INLINE void narrow(T *to, Bits values) {
+  for (int i = 0; i < kLanes; i++) to[i] = T(values[i]);
+}
+INLINE uint32_t largest(Bits values) {
+  uint32_t best = 0;
+  for (int i = 0; i < kLanes; i++) best = values[i] > best ? values[i] : best;
+  return best;
+}
+#endif
+
+// ---- loading and storing the two types that matrices have
 
 struct Bf16 { uint16_t bits; };
 
-INLINE f32x16 load16(const float *from) { return load<f32x16>(from); }
-INLINE f32x16 load16(const Bf16 *from) {
-  return cast<f32x16>(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
-}
+INLINE Floats load_floats(const float *from) { return load<Floats>(from); }
+INLINE Floats load_floats(const Bf16 *from) { return cast<Floats>(widen(&from->bits) << 16); }
 
-INLINE void store16(float *to, f32x16 value) { memcpy(to, &value, sizeof value); }
-INLINE void store16(Bf16 *to, f32x16 value) {
-  u32x16 bits = cast<u32x16>(value);
-  u32x16 rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-  rounded = (bits & 0x7FFFFFFFu) > kInf ? splat_bits(kNan >> 16) : rounded;
-  u16x16 narrow = __builtin_convertvector(rounded, u16x16);
-  memcpy(to, &narrow, sizeof narrow);
+INLINE void store_floats(float *to, Floats value) { memcpy(to, &value, sizeof value); }
+INLINE void store_floats(Bf16 *to, Floats value) {
+  Bits bits = cast<Bits>(value);
+  Bits rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  narrow(&to->bits, (bits & 0x7FFFFFFFu) > kInf ? splat_bits(kNan >> 16) : rounded);
 }
 
 INLINE uint16_t to_bf16(float value) {
-  Bf16 lanes[16];
-  store16(lanes, splat(value));
-  return lanes[0].bits;
+  uint32_t bits = cast<uint32_t>(value);
+  return uint16_t((bits & 0x7FFFFFFFu) > kInf ? kNan >> 16 : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-INLINE u32x16 magnitude(f32x16 value) { return cast<u32x16>(value) & 0x7FFFFFFFu; }
-INLINE u32x16 larger(u32x16 a, u32x16 b) { return a > b ? a : b; }
+// ---- numbers; comparisons of magnitudes as bits order as numbers do, and NaN above all of them
 
-// As bits, magnitudes order as numbers do, and NaN above all of them.
-INLINE uint32_t largest(u32x16 values) {
-#ifdef __AVX512F__
-  return _mm512_reduce_max_epu32(cast<__m512i>(values));
-#else
-  uint32_t best = 0;
-  for (int i = 0; i < 16; i++) best = values[i] > best ? values[i] : best;
-  return best;
-#endif
-}
-
+INLINE Bits magnitude(Floats value) { return cast<Bits>(value) & 0x7FFFFFFFu; }
+INLINE Bits larger(Bits a, Bits b) { return cast<Ints>(a) > cast<Ints>(b) ? a : b; }
 INLINE bool is_nan(float value) { return (cast<uint32_t>(value) & 0x7FFFFFFFu) > kInf; }
 
 // Comparisons with NaN are false, so it passes through.
-INLINE f32x16 clamp(f32x16 value, float limit) {
-#ifdef __AVX512F__
+INLINE Floats clamp(Floats value, float limit) {
+#if defined(__AVX512F__)
   // min and max return their second operand where one is NaN
   __m512 low = _mm512_min_ps(_mm512_set1_ps(limit), cast<__m512>(value));
-  return cast<f32x16>(_mm512_max_ps(_mm512_set1_ps(-limit), low));
+  return cast<Floats>(_mm512_max_ps(_mm512_set1_ps(-limit), low));
 #else
   value = value > splat(limit) ? splat(limit) : value;
   return value < splat(-limit) ? splat(-limit) : value;
 #endif
 }
 
-// Codes of E4M3 for values within +-448: round the bits to three of mantissa; below 2^-6 let an addition do it.
-INLINE u32x16 e4m3_codes(f32x16 value) {
-  u32x16 bits = cast<u32x16>(value), size = bits & 0x7FFFFFFFu;
-  u32x16 normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - 960u;
-  u32x16 small = cast<u32x16>(cast<f32x16>(size) + 16384.0f) - 0x46800000u;
-  u32x16 code = (size < 0x3C800000u ? small : normal) | (bits >> 24 & 0x80u);
-  return size > kInf ? splat_bits(0x7Fu) : code;
+// To the nearest integer, ties to even; NaN to INT_MIN (portable: to 0 on some machines).
+INLINE Ints nearest(Floats value) {
+#if defined(__AVX512F__)
+  return cast<Ints>(_mm512_cvtps_epi32(cast<__m512>(value)));
+#elif defined(__AVX2__)
+  return cast<Ints>(_mm256_cvtps_epi32(cast<__m256>(value)));
+#else
+  return __builtin_convertvector((value + 12582912.0f) - 12582912.0f, Ints);  // 1.5 * 2^23 leaves no fraction
+#endif
 }
 
-INLINE f32x16 e4m3_values(u32x16 code) {
-  u32x16 size = code & 0x7Fu;
-  u32x16 value = cast<u32x16>(cast<f32x16>(size << 20) * 0x1p120f) | (code & 0x80u) << 24;
-  return cast<f32x16>(size == 0x7Fu ? splat_bits(kNan) : value);
+// Codes of E4M3 for values within +-448: round the bits to three of mantissa; below 2^-6 let an addition do it.
+// Whoever knows that there is no NaN saves the check.
+template <bool may_be_nan = true> INLINE Bits e4m3_codes(Floats value) {
+  Bits bits = cast<Bits>(value), size = bits & 0x7FFFFFFFu;
+  Bits normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - 960u;
+  Bits small = cast<Bits>(cast<Floats>(size) + 16384.0f) - 0x46800000u;
+  Bits code = (cast<Ints>(size) < 0x3C800000 ? small : normal) | (bits >> 24 & 0x80u);
+  return may_be_nan ? cast<Ints>(size) > int32_t(kInf) ? splat_bits(0x7Fu) : code : code;
+}
+
+INLINE Floats e4m3_values(Bits code) {
+  Bits size = code & 0x7Fu;
+  Bits value = cast<Bits>(cast<Floats>(size << 20) * 0x1p120f) | (code & 0x80u) << 24;
+  return cast<Floats>(size == 0x7Fu ? splat_bits(kNan) : value);
 }
 
 // Codes of E2M1 for values within +-6; NaN is 0.
-INLINE u32x16 e2m1_codes(f32x16 value) {
-  u32x16 bits = cast<u32x16>(value), size = bits & 0x7FFFFFFFu;
-  u32x16 normal = ((size + 0x1FFFFFu + (size >> 22 & 1u)) >> 22) - 252u;
-  u32x16 small = cast<u32x16>(cast<f32x16>(size) + 4194304.0f) - 0x4A800000u;
-  u32x16 code = (size < 0x3F800000u ? small : normal) | (bits >> 28 & 8u);
-  return size > kInf ? splat_bits(0u) : code;
+template <bool may_be_nan> INLINE Bits e2m1_codes(Floats value) {
+  Bits bits = cast<Bits>(value), size = bits & 0x7FFFFFFFu;
+  Bits normal = ((size + 0x1FFFFFu + (size >> 22 & 1u)) >> 22) - 252u;
+  Bits small = cast<Bits>(cast<Floats>(size) + 4194304.0f) - 0x4A800000u;
+  Bits code = (cast<Ints>(size) < 0x3F800000 ? small : normal) | (bits >> 28 & 8u);
+  return may_be_nan ? cast<Ints>(size) > int32_t(kInf) ? splat_bits(0u) : code : code;
 }
 
-INLINE f32x16 e2m1_values(u32x16 code) {
-  u32x16 value = cast<u32x16>(cast<f32x16>((code & 7u) << 22) * 0x1p126f);
-  return cast<f32x16>(value | (code & 8u) << 28);
-}
-
-INLINE void store_bytes(uint8_t *to, u32x16 codes) {
-#ifdef __AVX512F__
-  _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(cast<__m512i>(codes)));
+INLINE Floats e2m1_values(Bits code) {
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+  return cast<Floats>(_mm512_permutexvar_ps(cast<__m512i>(code), table));
+#elif defined(__AVX2__)
+  const __m256 table = _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);  // it reads three bits of an index
+  Bits value = cast<Bits>(_mm256_permutevar8x32_ps(table, cast<__m256i>(code)));
+  return cast<Floats>(value | (code & 8u) << 28);
 #else
-  u8x16 narrow = __builtin_convertvector(codes, u8x16);
-  memcpy(to, &narrow, sizeof narrow);
+  Bits value = cast<Bits>(cast<Floats>((code & 7u) << 22) * 0x1p126f);
+  return cast<Floats>(value | (code & 8u) << 28);
 #endif
 }
 
-INLINE u32x16 load_bytes(const uint8_t *from) { return __builtin_convertvector(load<u8x16>(from), u32x16); }
+// ---- sixteen codes below 16 in eight bytes, the even one in the low nibble
 
-// Sixteen codes below 16 to eight bytes, the even one in the low nibble.
-INLINE void store_nibbles(uint8_t *to, u32x16 codes) {
-#ifdef __AVX512F__
-  __m128i bytes = _mm512_cvtepi32_epi8(cast<__m512i>(codes));
-  _mm_storel_epi64((__m128i *)to, _mm_cvtepi16_epi8(_mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001))));
+struct Sixteen {
+  Bits part[16 / kLanes];
+};
+
+#if defined(__AVX2__)
+INLINE void store_nibbles(uint8_t *to, const Sixteen &codes) {
+#if defined(__AVX512F__)
+  __m128i bytes = _mm512_cvtepi32_epi8(cast<__m512i>(codes.part[0]));
 #else
-  u16x8 pairs = cast<u16x8>(__builtin_convertvector(codes, u8x16));
-  u8x8 packed = __builtin_convertvector((u16x8)(pairs | pairs >> 4), u8x8);
-  memcpy(to, &packed, sizeof packed);
+  __m128i bytes = _mm_packus_epi16(words_of(codes.part[0]), words_of(codes.part[1]));
+#endif
+  __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
+  _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(pairs, pairs));
+}
+
+INLINE Sixteen load_nibbles(const uint8_t *from) {
+  __m128i words = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
+  __m128i codes = _mm_and_si128(_mm_or_si128(words, _mm_slli_epi16(words, 4)), _mm_set1_epi8(15));
+#if defined(__AVX512F__)
+  return {{cast<Bits>(_mm512_cvtepu8_epi32(codes))}};
+#else
+  return {{cast<Bits>(_mm256_cvtepu8_epi32(codes)), cast<Bits>(_mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8)))}};
 #endif
 }
-
-INLINE u32x16 load_nibbles(const uint8_t *from) {
-  u16x8 bytes = __builtin_convertvector(load<u8x8>(from), u16x8);
-  return __builtin_convertvector(cast<u8x16>((u16x8)((bytes & 15) | (bytes & 0xF0) << 4)), u32x16);
+#else
+INLINE void store_nibbles(uint8_t *to, const Sixteen &codes) {
+  for (int i = 0; i < 16; i += 2)
+    to[i / 2] = uint8_t(codes.part[i / kLanes][i % kLanes] | codes.part[i / kLanes][i % kLanes + 1] << 4);
 }
+
+INLINE Sixteen load_nibbles(const uint8_t *from) {
+  Sixteen codes;
+  for (int i = 0; i < 16; i++) codes.part[i / kLanes][i % kLanes] = from[i / 2] >> i % 2 * 4 & 15;
+  return codes;
+}
+#endif
 
 }  // namespace
