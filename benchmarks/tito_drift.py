@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/tito_drift.py
 
 Each cell samples one reply behind a short prompt, reads it as an engine's parser would, and renders the whole history
-again with the model's own template, one message later. "B": the ids no longer begin with the prompt and the sampled ids,
-so a trainer that renders again trains on other ids than were sampled, or must split the conversation. A session never
-renders again; `miles-tito verify` proves that its joins hold.
+again with the model's own template, one message later. "B": the ids no longer begin with the prompt and the reply, so
+that a trainer that renders again trains on other ids, or must split the conversation. A session never renders again;
+`miles-tito verify` proves that its joins hold.
 """
 
 from __future__ import annotations

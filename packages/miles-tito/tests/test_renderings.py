@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -270,3 +271,22 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path):
         [SYSTEM, USER], tools=tools, add_generation_prompt=True, return_dict=False, tokenize=True
     )
     assert ours.tolist() == theirs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("conversation", ["one user", "two turns"])
+def test_mistral_prompts_are_those_of_its_makers_encoder(conversation: str):
+    """Without a system message: the old format moves that to the last user turn, in front of what is stored."""
+    try:
+        mistral: Any = importlib.import_module("mistral_common.tokens.tokenizers.mistral")
+        instruct: Any = importlib.import_module("mistral_common.protocol.instruct.messages")
+        requests: Any = importlib.import_module("mistral_common.protocol.instruct.request")
+    except ImportError as error:
+        pytest.skip(f"mistral-common cannot be imported: {error}")
+    joiner = joiner_of("Mistral-v3")
+    messages = [message for message in CONVERSATIONS[conversation] if message["role"] != "system"]
+    kinds = {"user": instruct.UserMessage, "assistant": instruct.AssistantMessage}
+    data = Path(mistral.__file__).parents[2] / "data" / "tekken_240911.json"
+    request = requests.ChatCompletionRequest(messages=[kinds[m["role"]](content=m["content"]) for m in messages])
+    theirs = mistral.MistralTokenizer.from_file(str(data)).encode_chat_completion(request).tokens
+    assert joiner.start(messages, Setting()).tolist() == theirs
