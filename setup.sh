@@ -17,7 +17,7 @@ NEEDED_GB=5  # .venv and the downloads of a first run, with room to unpack
 # What the environment is a function of: this place and these files.
 digest() {
     { pwd; command -v cc || true; cat uv.lock pyproject.toml packages/*/pyproject.toml setup.sh scripts/find-uv.sh \
-        scripts/without-dependencies.txt; } | sha256sum | cut -d ' ' -f 1
+        scripts/without-dependencies.txt scripts/references.txt; } | sha256sum | cut -d ' ' -f 1
 }
 
 up_to_date() {
@@ -119,6 +119,8 @@ install() {
     install_compiled
     step "SGLang and its router"
     pip_install --requirements scripts/without-dependencies.txt || fail "installing SGLang failed; $offline."
+    step "what the tests of miles-tito compare with"
+    pip_install --requirements scripts/references.txt || step "left out: the tests that need it will be skipped"
     step "compiling the large packages, so that the first start is as quick as the second"
     (cd "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
         ../../../bin/python -W ignore -m compileall -qq -j 0 torch transformers sglang ray numpy scipy) || true

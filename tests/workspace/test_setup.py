@@ -50,7 +50,13 @@ def test_set_up_does_nothing_in_under_a_second_when_nothing_changed(checkout: Pa
 
 
 @pytest.mark.parametrize(
-    "changed", ["uv.lock", "packages/miles-tito/pyproject.toml", "scripts/without-dependencies.txt"]
+    "changed",
+    [
+        "uv.lock",
+        "packages/miles-tito/pyproject.toml",
+        "scripts/without-dependencies.txt",
+        "scripts/references.txt",
+    ],
 )
 def test_set_up_starts_when_what_it_installs_has_changed(changed: str, checkout: Path):
     install(checkout)
