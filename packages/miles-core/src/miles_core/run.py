@@ -68,7 +68,7 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor, *,
             if kind == "rl":
                 run = RLRun(config, run_dir=run_dir, monitor=monitor, parts=parts, accept_changes=accept_changes)
             else:
-                run = SftRun(config, run_dir=run_dir, monitor=monitor, parts=parts)
+                run = SftRun(config, run_dir=run_dir, monitor=monitor, parts=parts, accept_changes=accept_changes)
             await run.run()
     except (Exception, asyncio.CancelledError) as caught:
         error = cause(caught)
@@ -119,6 +119,7 @@ def _log_to(path: Path) -> None:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each probe of an engine would drown the rest
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
     console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
