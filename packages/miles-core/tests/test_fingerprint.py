@@ -92,16 +92,16 @@ def test_the_same_prompts_are_the_same():
 
 
 def test_fewer_prompts_other_content_and_another_order_are_told_apart():
-    assert prompts_changed(PROMPTS[:-3]) == ["The data had 200 prompts and has 197."]
+    assert prompts_changed(PROMPTS[:-3]) == ["The data had 200 entries and has 197."]
     assert prompts_changed(PROMPTS[::-1]) == [
-        "The 200 prompts come in another order, so the run would go on with other ones."
+        "The 200 entries of the data come in another order, so the run would go on with other ones."
     ]
     relabelled = [replace(p, task={**p.task, "label": 0}) if p.id == "p6" else p for p in PROMPTS]
     assert prompts_changed(relabelled) == [
-        "The content of the 200 prompts has changed, for instance that of prompt 'p6'."
+        "The content of the 200 entries of the data has changed, for instance that of 'p6'."
     ]
     unnamed = [replace(p, task={**p.task, "label": 0}) if p.id == "p7" else p for p in PROMPTS]
-    assert prompts_changed(unnamed) == ["The content of the 200 prompts has changed."]
+    assert prompts_changed(unnamed) == ["The content of the 200 entries of the data has changed."]
 
 
 def test_arrays_and_numpy_numbers_count_by_content():

@@ -114,14 +114,14 @@ def _model(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 
 def _prompts(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     if old["count"] != new["count"]:
-        yield f"The data had {old['count']:,} prompts and has {new['count']:,}."
+        yield f"The data had {old['count']:,} entries and has {new['count']:,}."
     elif old["content"] != new["content"]:
         known = new["some"]
         example = next((name for name, digest in old["some"].items() if known.get(name, digest) != digest), None)
-        example = f", for instance that of prompt {example!r}" if example else ""
-        yield f"The content of the {new['count']:,} prompts has changed{example}."
+        example = f", for instance that of {example!r}" if example else ""
+        yield f"The content of the {new['count']:,} entries of the data has changed{example}."
     elif old["order"] != new["order"]:
-        yield f"The {new['count']:,} prompts come in another order, so the run would go on with other ones."
+        yield f"The {new['count']:,} entries of the data come in another order, so the run would go on with other ones."
 
 
 def _config(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -48,8 +48,6 @@ def resume(
     """
     run_dir = rundir.open_run(path)
     facts = run_dir.facts()
-    if facts.kind != "rl":
-        raise ResumeError(f"{run_dir.path} is a run of `miles {facts.kind}`; only those of `miles rl` are resumed.")
     stored = json.loads((run_dir.path / rundir.CONFIG).read_text(encoding="utf-8"))
     loaded = load_config(words, kind=facts.kind, stored=stored)
     for warning in loaded.warnings:

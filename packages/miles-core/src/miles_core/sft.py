@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,10 @@ from .cluster import spawn
 from .cluster.actors import SupervisedActor
 from .commits import TRAINER, Commits
 from .config import Config
+from .fingerprint import compare, fingerprint_model
 from .monitor import Monitor
 from .parts import Parts, Trainers, stop_parts
+from .resume import refuse
 from .rundir import RunDir
 from .supervised import imitate
 
@@ -34,8 +36,16 @@ from .supervised import imitate
 class SftRun:
     """`miles sft`: supervised training is the whole job. In a directory that an earlier start left, it goes on."""
 
-    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts) -> None:
+    def __init__(
+        self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts, accept_changes: bool = False
+    ) -> None:
+        """
+        Args:
+            accept_changes: go on although the model or the data is another than before.
+        """
         self._config = config
+        self._accept_changes = accept_changes
+        self._fingerprint: dict[str, Any] = {}
         self._parts = parts
         self._run_dir = run_dir
         self._monitor = monitor
@@ -60,6 +70,7 @@ class SftRun:
                 model=model,
                 monitor=self._monitor,
                 on_step=partial(self._after_step, trainers),
+                on_data=partial(self._compare, found, model),
                 found=found,
             )
             await self._commits.drain()
@@ -78,7 +89,15 @@ class SftRun:
         await self._commits.check()
         if not self._commits.is_due(version, is_last=version == self._config.sft.steps):
             return {}
-        return await self._commits.begin(version, trainers=trainers, state={"version": version})
+        state = {"version": version, "fingerprint": self._fingerprint}
+        return await self._commits.begin(version, trainers=trainers, state=state)
+
+    def _compare(self, found: Checkpoint | None, model: Path, data: dict[str, Any]) -> None:
+        """Model and data are those that the checkpoint was made from, or the user accepts what has changed."""
+        self._fingerprint = {"model": fingerprint_model(model), "prompts": data}
+        if found:
+            before = self._checkpoints.load_state(found)["fingerprint"]
+            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
 
 
 def sft_train_config(config: Config) -> TrainConfig:
@@ -102,15 +121,22 @@ async def train_supervised(
     model: Path,
     monitor: Monitor,
     on_step: loop.OnStep = loop.nothing_more,
+    on_data: Callable[[dict[str, Any]], None] | None = None,
     found: Checkpoint | None = None,
 ) -> None:
-    """Train `model` up to step `sft.steps` on `sft.data`, from its beginning or from the checkpoint `found`."""
+    """Train `model` up to step `sft.steps` on `sft.data`, from its beginning or from the checkpoint `found`.
+
+    Args:
+        on_data: called with the fingerprint of the demonstrations before anything is trained.
+    """
     source, step = spawn(SupervisedActor)(), found.step if found else 0
     batch_size = config.sft.batch_size
     opened = source.open.remote(
         config.sft, tokenizer=model, family=config.model.family, seed=config.run.seed, skip=step * batch_size
     )
-    await asyncio.gather(trainers.setup(sft_train_config(config), model), opened)
+    _, data = await asyncio.gather(trainers.setup(sft_train_config(config), model), opened)
+    if on_data is not None:
+        on_data(data)
     if found:
         await trainers.load(found.path / TRAINER)
     monitor.rewind(step)

@@ -20,6 +20,7 @@ from miles_tito.supervised import supervised_trajectory
 from miles_tito.tokenizer import load_tokenizer
 
 from .config import SftConfig
+from .fingerprint import fingerprint_prompts
 from .importing import call
 
 
@@ -60,6 +61,12 @@ class SupervisedSource:
         self._epoch = 0
         self._order: list[int] = []
         self._store = store
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Of the conversations as they are trained, for `fingerprint.compare`."""
+        return fingerprint_prompts(
+            [Prompt(id=t.id, tokens=t.tokens, task={"mask": t.loss_mask}) for t in self._trajectories]
+        )
 
     def skip(self, count: int) -> None:
         """Leave out the next `count` conversations: an earlier start of the run has trained them."""

@@ -33,7 +33,7 @@ ENGINE_CALLS = 16
 """Calls at once on the actor of an engine or the router: some last as long as it lives."""
 
 
-@ray.remote(concurrency_groups={"checkpoint": 1})
+@ray.remote(concurrency_groups={"checkpoint": 1})  # pyright: ignore[reportCallIssue]  (Ray types the others alone)
 class TrainerActor:
     """One trainer rank; waits for a checkpoint in a thread beside the one that trains."""
 
@@ -116,9 +116,9 @@ class RouterActor:
         """Start it, also again after its end; returns its url, which stays the same."""
         return await asyncio.to_thread(self._router.start)
 
-    async def ended(self) -> None:
-        """Returns when it is gone."""
-        await self._router.ended()
+    async def ended(self) -> str:
+        """Returns why it is gone when it is."""
+        return await self._router.ended()
 
     async def set_workers(self, engines: Sequence[str], timeout_s: float) -> None:
         await asyncio.to_thread(partial(self._router.set_workers, list(engines), timeout_s=timeout_s))
@@ -227,10 +227,11 @@ class SupervisedActor:
 
     _source: SupervisedSource | None = None
 
-    def open(self, config: SftConfig, *, tokenizer: Path, family: str, seed: int, skip: int) -> None:
-        """Load and tokenize the demonstrations; the first `skip` draws are left out."""
+    def open(self, config: SftConfig, *, tokenizer: Path, family: str, seed: int, skip: int) -> dict[str, Any]:
+        """Load and tokenize the demonstrations; the first `skip` draws are left out. Returns their fingerprint."""
         self._source = SupervisedSource(config, tokenizer=tokenizer, family=family, seed=seed, store=ray.put)
         self._source.skip(skip)
+        return self._source.fingerprint()
 
     def run_group(self, prompt: Prompt, group_id: str, group_size: int) -> GroupRef:
         assert self._source is not None, "open() comes first"
