@@ -177,15 +177,9 @@ class GroupBuffer:
         self._reserved -= 1
         self._notify()
 
-    def next_retry(self, *, before: str | None = None) -> Retry | None:
-        """The next prompt to run again, None when there is none.
-
-        Args:
-            before: only of a group that was issued before this open one.
-        """
-        if not self._retries or (before is not None and self._retries[0].order > self._open[before].order):
-            return None
-        return self._retries.popleft()
+    def next_retry(self) -> Retry | None:
+        """The next prompt to run again, None when there is none."""
+        return self._retries.popleft() if self._retries else None
 
     def put(self, ref: GroupRef) -> Fate:
         """Admit a finished group, or discard it; the answer says which.
@@ -360,7 +354,7 @@ class GroupBuffer:
         self._discard(group, fate, reason, will_retry=will_retry)
         if will_retry:
             self._times_again[prompt_id] += 1
-            self._retries.append(Retry(prompt=group.prompt, retry_of=group.id, order=group.order))
+            self._retries.append(Retry(prompt=group.prompt, retry_of=group.id))
         else:
             self._times_again.pop(prompt_id, None)
 

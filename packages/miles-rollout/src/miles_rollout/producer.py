@@ -87,14 +87,14 @@ async def produce(
                 await buffer.acquire()
                 try:
                     await gate.wait_open()
-                    retry = buffer.next_retry(before=waiting[0].id if waiting else None)
-                    if retry is None and waiting:
+                    if waiting:
                         group = waiting.popleft()
                         buffer.reissue(group.id)
                         running.create_task(
                             run_one(group.prompt, group.id, attempt=group.attempt), name=f"group {group.id}"
                         )
                         continue
+                    retry = buffer.next_retry()
                     prompt = prompts.next() if retry is None else retry.prompt
                 except PromptsExhausted as ended:
                     buffer.refund()

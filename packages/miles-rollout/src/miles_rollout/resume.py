@@ -16,8 +16,6 @@ class Retry:
     prompt: Prompt
     retry_of: str
     """Id of the stale group."""
-    order: int = -1
-    """Of that group's issue; those that an earlier run left come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,9 +227,10 @@ def _nothing_is_lost_to_its_length(run: Evidence) -> Iterator[Problem]:
     lost = {Fate.FILTERED, Fate.FAILED}
     first = [prompt for _, prompt, fate, _, retry_of in issued if retry_of is None and fate not in lost]
     due = Counter(first[: run.config.run.steps * rollout.groups_per_step])
-    if due != Counter(prompt for _, _, prompt in run.final.groups):
-        trained = sorted(prompt for *_, prompt in run.final.groups)
-        yield Problem(text=f"A run without faults trains {sorted(due.elements())}, this one {trained}.")
+    missing = due - Counter(prompt for *_, prompt in run.final.groups)
+    too_late = Counter(prompt for _, prompt, fate, _, retry_of in issued if retry_of and fate == Fate.ABORTED)
+    for prompt in missing - too_late:
+        yield Problem(text=f"A run without faults trains prompt {prompt} {due[prompt]} times, this one less often.")
 
 
 def _metrics_have_one_row_a_step(run: Evidence) -> Iterator[Problem]:
