@@ -118,10 +118,11 @@ class Router:
         """Exit status, 128 + n if signal n ended it; None while it runs."""
         return self.process.poll()
 
-    async def ended(self, interval_s: float = 0.2) -> None:
-        """Returns when the process is gone."""
-        while self._process is not None and self.poll() is None:  # noqa: ASYNC110  (an exit sets no event)
+    async def ended(self, interval_s: float = 0.2) -> str:
+        """Returns when the process is gone, with its exit status."""
+        while (status := self.poll()) is None:  # noqa: ASYNC110  (an exit sets no event)
             await asyncio.sleep(interval_s)
+        return f"it exited with status {status}"
 
     def health(self) -> bool:
         """Whether it answers and has at least one engine to route to."""

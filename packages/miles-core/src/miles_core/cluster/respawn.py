@@ -7,9 +7,11 @@ import logging
 from typing import Any
 
 import ray
+from miles_rollout.guards import first_line
 from miles_tito.errors import MilesError
 from ray.exceptions import RayActorError
 
+from miles_core.errors import cause
 from miles_core.parts import Note
 
 logger = logging.getLogger(__name__)
@@ -50,14 +52,13 @@ class Respawns:
 
 
 async def ended(ref: Any) -> str:
-    """Wait for a remote call that lasts as long as its part does; returns why it ended."""
+    """Wait for a remote call that lasts as long as its part does; returns why it ended, in one line."""
     try:
-        await ref
+        return await ref or "it was stopped"
     except RayActorError:
         return "its process died"
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
     except MilesError as error:
-        return str(error)
-    return "it was stopped"
+        return first_line(str(cause(error)))

@@ -163,8 +163,8 @@ class EngineServer:
             await asyncio.sleep(interval_s)
         if not self._stop_asked.is_set():
             raise EngineDied(
-                f"The engine at {self.url} exited with status {status}. The last lines of {self.log_path}:\n"
-                f"{self.process.log_tail()}"
+                f"The engine at {self.url} exited with status {status}.\n"
+                f"The last lines of {self.log_path}:\n{self.process.log_tail()}"
             )
 
     def stop(self, grace_s: float | None = None) -> None:
