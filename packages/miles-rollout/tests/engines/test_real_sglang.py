@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from miles_rollout.engines import EngineConfig, EngineControl, EngineServer
 from miles_rollout.router import ROUTING_KEY, Router
-from miles_tito import EngineError
+from miles_tito import EngineError, FinishReason, Sampling, SGLangEngine
+from miles_tito.generation import GenerateRequest, Generation, join, run_turn
+from miles_tito.watch import WatchedEngine
 
 pytestmark = [
     pytest.mark.sglang,
@@ -246,6 +249,47 @@ async def test_a_client_that_leaves_the_router_frees_the_engine(
                 await asyncio.sleep(0.05)
     finally:
         await asyncio.to_thread(router.stop)
+
+
+class Swallowing(SGLangEngine):
+    """Loses the first sending of one request, as a router does that dies with it."""
+
+    def __init__(self, url: str, *, rid: str) -> None:
+        super().__init__(url)
+        self.lost: list[str] = []
+        self._rid = rid
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if request.rid == self._rid and not self.lost:
+            self.lost.append(request.rid)
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+async def test_a_swallowed_request_is_found_among_running_ones_which_go_on(
+    server: EngineServer, control: EngineControl
+):
+    async def turn(rid: str) -> Generation:
+        asked = GenerateRequest(
+            rid=rid, session_id=rid, input_ids=np.array([5, 6, 7]), sampling=Sampling(), max_new_tokens=60
+        )
+        return join([piece async for piece in run_turn(engine, asked, stream=False)])
+
+    await slow_down(control, 0.1)
+    inner = Swallowing(server.url, rid="r1")
+    engine = WatchedEngine(inner, interval_s=0.2, patience_s=1.0, answer_s=3.0)
+    turns = [asyncio.create_task(turn(f"r{i}")) for i in range(4)]
+    await running(control, 3)
+    assert await inner.num_known() == 3
+    await control.pause("retract")
+    assert await inner.num_known() is None
+    await control.resume()
+    made = await asyncio.gather(*turns)
+    assert inner.lost == ["r1"]
+    assert engine.counts().swallowed == 1
+    assert all(len(generation.output_ids) == 60 for generation in made)
+    assert all(generation.finish_reason is FinishReason.LENGTH for generation in made)
+    await engine.aclose()
 
 
 def test_stop_leaves_no_process_and_no_file(server: EngineServer):
