@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels when the package is built or installed; without a compiler the package installs without them.
+"""Compiles the CPU kernels when the package is built or installed; without a compiler it installs without them.
 
 An editable install compiles into the source folder. A wheel carries the library and the tag of its platform.
 """

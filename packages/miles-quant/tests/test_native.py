@@ -27,7 +27,8 @@ ISAS = [isa for isa in ("avx512", "avx2", "portable") if library._table(isa) is 
 ACCELERATED = (
     "fp8_tensor/div", "fp8_row/te", "fp8_1x128/div", "fp8_1x128/miles", "fp8_128x128/te", "fp8_16x32/te_pow2",
     "mxfp8/rceil", "mxfp8/floor", "mxfp8/even", "mxfp4/rceil", "mxfp4/floor", "mxfp4/even",
-    "nvfp4/te", "nvfp4/te_row", "int4_g32/miles", "int4_g128/miles",
+    "nvfp4/te", "nvfp4/te_row", "nvfp4/te_4o6_MSE", "nvfp4/te_4o6_MAE", "nvfp4/te_row_4o6_MSE",
+    "int4_g32/miles", "int4_g128/miles",
 )  # fmt: skip
 
 needs_kernels = pytest.mark.skipif(not ISAS, reason="the kernels are not built here")

@@ -37,6 +37,7 @@ from .numbers import (
 from .spec import Format, QuantizedTensor, StoredPart
 
 _BLOCK = 16
+_TOP_4O6 = 256.0  # leaves room in E4M3 for a scale that is 1.5 times as large
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,20 @@ def transformer_engine_scales(gamax: torch.Tensor) -> tuple[torch.Tensor, torch.
     return encode * torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=gamax.device), decode
 
 
+def four_over_six_scales(gamax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a sixth of a block's largest value is multiplied by to give its scale, and the scale above all blocks."""
+    return _global_scales(gamax, _TOP_4O6)
+
+
 def _four_over_six(blocks: torch.Tensor, amax: torch.Tensor, gamax: torch.Tensor, *, squared: bool) -> _Parts:
-    top = 256.0  # leaves room in E4M3 for the scale that is 1.5 times as large
-    encode, decode = _global_scales(gamax, top)
+    encode, decode = four_over_six_scales(gamax)
     base = torch.div(amax, torch.full_like(amax, E2M1_MAX)) * encode
     six, four = to_e4m3(base), to_e4m3(base * 1.5)
     codes_six, codes_four = _encode(blocks, six, decode), _encode(blocks, four, decode)
 
     def error(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         values = from_e2m1(codes) * scale.float()[..., None] * gamax[..., None]
-        distance = torch.div(values, torch.full_like(values, E2M1_MAX * top)) - blocks
+        distance = torch.div(values, torch.full_like(values, E2M1_MAX * _TOP_4O6)) - blocks
         distance = distance * distance if squared else distance.abs()
         total = torch.zeros_like(amax)
         for column in range(_BLOCK):  # in order: the sum rounds at every step

@@ -212,6 +212,41 @@ void nvfp4_quantize(const T *x, uint8_t *codes, uint8_t *scales, int64_t rows, i
   }
 }
 
+// One of the two candidates of 4-over-6: its codes, and its error summed in order, which rounds at every step.
+template <class T>
+INLINE float nvfp4_candidate(Sixteen *codes, const T *x, float scale, float decode, float amax, bool is_squared) {
+  float factor = 1.0f / (scale * decode), distances[16], total = 0.0f;
+  factor = factor > kFloatMax ? kFloatMax : factor;
+  for (int i = 0; i < 16; i += kLanes) {
+    Floats value = load_floats(x + i);
+    Bits code = codes->part[i / kLanes] = e2m1_codes<true>(clamp(value * factor, 6.0f));
+    Floats distance = e2m1_values(code) * scale * amax / splat(6.0f * 256.0f) - value;
+    store_floats(distances + i, is_squared ? distance * distance : cast<Floats>(magnitude(distance)));
+  }
+  for (int i = 0; i < 16; i++) total += distances[i];
+  return total;
+}
+
+template <class T>
+void nvfp4_4o6_quantize(const T *x, uint8_t *codes, uint8_t *scales, int64_t rows, int64_t columns,
+                        const float *encodes, const float *decodes, const float *amaxes, int64_t stride,
+                        bool is_squared) {
+  int64_t blocks = columns / 16;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t at = r * blocks; at < (r + 1) * blocks; at++) {
+      float base = cast<float>(amax_of_few<16>(x + at * 16)) / 6.0f * encodes[r * stride];
+      Bits both = e4m3_codes(clamp(Floats{base, base * 1.5f}, 448.0f));
+      Floats values = e4m3_values(both);
+      Sixteen six, four;
+      float decode = decodes[r * stride], amax = amaxes[r * stride];
+      float error_six = nvfp4_candidate(&six, x + at * 16, values[0], decode, amax, is_squared);
+      float error_four = nvfp4_candidate(&four, x + at * 16, values[1], decode, amax, is_squared);
+      bool picks_four = error_four < error_six;
+      scales[at] = uint8_t(picks_four ? both[1] : both[0]);
+      store_nibbles(codes + at * 8, picks_four ? four : six);
+    }
+}
+
 template <class T>
 void nvfp4_dequantize(const uint8_t *codes, const uint8_t *scales, T *out, int64_t rows, int64_t columns,
                       const float *decodes, int64_t stride) {
@@ -306,6 +341,11 @@ const Kernels MQ_ISA = {
     [](const void *x, int is_bf16, uint8_t *codes, uint8_t *scales, int64_t rows, int64_t columns,
        const float *multipliers, const float *decodes, int64_t stride) {
       BY_TYPE((nvfp4_quantize((const T *)x, codes, scales, rows, columns, multipliers, decodes, stride)));
+    },
+    [](const void *x, int is_bf16, uint8_t *codes, uint8_t *scales, int64_t rows, int64_t columns,
+       const float *encodes, const float *decodes, const float *amaxes, int64_t stride, int is_squared) {
+      BY_TYPE((nvfp4_4o6_quantize((const T *)x, codes, scales, rows, columns, encodes, decodes, amaxes, stride,
+                                  is_squared != 0)));
     },
     [](const uint8_t *codes, const uint8_t *scales, void *out, int is_bf16, int64_t rows, int64_t columns,
        const float *decodes, int64_t stride) {

@@ -17,6 +17,9 @@ struct Kernels {
                          int64_t columns, int64_t block_rows, int64_t block_columns);
   void (*nvfp4_quantize)(const void *x, int is_bf16, uint8_t *codes, uint8_t *scales, int64_t rows, int64_t columns,
                          const float *multipliers, const float *decodes, int64_t stride);
+  void (*nvfp4_4o6_quantize)(const void *x, int is_bf16, uint8_t *codes, uint8_t *scales, int64_t rows,
+                             int64_t columns, const float *encodes, const float *decodes, const float *amaxes,
+                             int64_t stride, int is_squared);
   void (*nvfp4_dequantize)(const uint8_t *codes, const uint8_t *scales, void *out, int is_bf16, int64_t rows,
                            int64_t columns, const float *decodes, int64_t stride);
   void (*int4_quantize)(const void *x, int is_bf16, uint8_t *codes, uint16_t *scales, int64_t groups, int64_t size);

@@ -37,7 +37,7 @@ def quantize(format: Format, weight: torch.Tensor, amax: torch.Tensor | None) ->
     match format.name.family:
         case "fp8":
             return _fp8(kernels, format, weight, amax)
-        case "nvfp4" if format.name.rule in ("te", "te_row"):
+        case "nvfp4" if format.name.rule.startswith("te"):
             return _nvfp4(kernels, format, weight, amax)
         case "int4" if format.name.rule == "miles":
             return _int4(kernels, format, weight)
@@ -157,29 +157,25 @@ def _mx(kernels: Any, format: Format, weight: torch.Tensor) -> Parts:
 
 
 def _nvfp4(kernels: Any, format: Format, weight: torch.Tensor, amax: torch.Tensor | None) -> Parts:
-    from ..formats.nvfp4 import transformer_engine_scales
+    from ..formats.nvfp4 import four_over_six_scales, transformer_engine_scales
 
     rows, columns = weight.shape
     if amax is None:
         amax = row_amax(weight)
         assert amax is not None, "rows whose blocks are whole have a maximum"
-    multiplier, decode = transformer_engine_scales(amax.reshape(-1))
+    amax, rule = amax.reshape(-1), format.name.rule
+    multiplier, decode = (four_over_six_scales if "4o6" in rule else transformer_engine_scales)(amax)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scale = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn)
     step = int(decode.numel() > 1)
 
     def work(a: int, b: int) -> None:
-        kernels.nvfp4_quantize(
-            _at(weight, a),
-            _is_bf16(weight),
-            _at(codes, a),
-            _at(scale, a),
-            b - a,
-            columns,
-            _at(multiplier, a * step),
-            _at(decode, a * step),
-            step,
-        )
+        where = _at(weight, a), _is_bf16(weight), _at(codes, a), _at(scale, a), b - a, columns
+        scales = _at(multiplier, a * step), _at(decode, a * step)
+        if "4o6" in rule:
+            kernels.nvfp4_4o6_quantize(*where, *scales, _at(amax, a * step), step, int(rule.endswith("MSE")))
+        else:
+            kernels.nvfp4_quantize(*where, *scales, step)
 
     _in_threads(work, rows, columns)
     return codes, scale, decode

@@ -30,6 +30,10 @@ class Kernels(ctypes.Structure):
             "nvfp4_quantize",
             CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
         ),
+        (
+            "nvfp4_4o6_quantize",
+            CFUNCTYPE(None, c_void_p, c_int, *[c_void_p] * 2, c_int64, c_int64, *[c_void_p] * 3, c_int64, c_int),
+        ),
         ("nvfp4_dequantize", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_void_p, c_int64)),
         ("int4_quantize", CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64)),
         ("int4_dequantize", CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64)),
