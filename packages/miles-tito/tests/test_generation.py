@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -97,6 +98,19 @@ async def test_a_connection_that_stays_broken_fails_after_a_bounded_time(monkeyp
         await whole(engine, request())
     assert 2 <= len(engine.requests) <= 5
     assert {asked.rid for asked in engine.requests} == {"r"}
+
+
+async def test_time_in_which_a_call_was_held_back_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("miles_tito.generation.RETRY_FOR_S", 0.3)
+    monkeypatch.setattr("miles_tito.generation.MAX_COUNTED_S", 0.01)
+
+    async def script(asked: GenerateRequest) -> Reply:
+        if len(engine.requests) == 2:
+            await asyncio.sleep(0.5)  # no engine serves
+        return Reply(ids=[], error=BROKEN) if len(engine.requests) < 4 else Reply(ids=[1, 2])
+
+    engine = ScriptedEngine(script)
+    assert (await whole(engine, request())).output_ids.tolist() == [1, 2]
 
 
 async def test_an_engine_that_returns_after_many_failures_goes_on_with_the_turn(monkeypatch: pytest.MonkeyPatch):

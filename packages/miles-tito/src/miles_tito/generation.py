@@ -23,6 +23,8 @@ RETRY_FOR_S = 300.0
 the only engine takes to start anew."""
 MAX_WAIT_S = 2.0
 """Longest wait between two sendings."""
+MAX_COUNTED_S = 30.0
+"""Most that one sending counts towards `RETRY_FOR_S`: one that was held back while no engine served is no failure."""
 MAX_EMPTY_ABORTS = 20
 """Aborts in a row without a new token, before the turn fails."""
 
@@ -190,7 +192,9 @@ class _Trouble:
 
     def __init__(self, rid: str) -> None:
         self._rid = rid
-        self._since: float | None = None
+        self._spent_s = 0.0
+        self._last: float | None = None
+        """When the last sending failed."""
         self._in_a_row = self._empty_aborts = self._swallowed = 0
 
     @property
@@ -200,18 +204,18 @@ class _Trouble:
 
     def is_over(self) -> None:
         """A token came."""
-        self._since = None
+        self._last, self._spent_s = None, 0.0
         self._in_a_row = self._empty_aborts = 0
 
     def failed(self, error: EngineError) -> None:
         """Count a sending without a whole answer; raises where that was the last one."""
         now = asyncio.get_running_loop().time()
-        if self._since is None:
-            self._since = now
-            if error.retryable:
-                logger.warning("%s is sent again, for up to %g s: %s", self._rid, RETRY_FOR_S, error)
+        if self._last is None and error.retryable:
+            logger.warning("%s is sent again, for up to %g s: %s", self._rid, RETRY_FOR_S, error)
+        self._spent_s += 0.0 if self._last is None else min(now - self._last, MAX_COUNTED_S)
+        self._last = now
         self._swallowed += isinstance(error, RequestSwallowed)
-        if not error.retryable or now - self._since > RETRY_FOR_S or self._swallowed > 1:
+        if not error.retryable or self._spent_s > RETRY_FOR_S or self._swallowed > 1:
             raise error
         self._in_a_row += 1
 

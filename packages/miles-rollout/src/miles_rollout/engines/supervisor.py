@@ -23,6 +23,7 @@ from miles_tito.errors import EngineError
 from miles_rollout.engines.errors import FleetLostError
 from miles_rollout.engines.health import HealthConfig
 from miles_rollout.engines.states import EngineEvent, EngineLife, EngineState
+from miles_rollout.guards import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +307,8 @@ class Supervisor:
             # Nothing may be awaited in between: see `Sync`.
             self._move(engine, EngineState.HEALTHY, f"it holds version {engine.version}")
         except EngineError as error:
-            self._move(engine, EngineState.DEAD, f"it did not come back: {error}")
+            logger.warning("the engine at %s did not come back: %s", engine.url, error)
+            self._move(engine, EngineState.DEAD, f"it did not come back: {first_line(str(error))}")
 
     async def _keep_routed(self) -> None:
         """Make routing follow the states; a change in the middle of it starts over."""
