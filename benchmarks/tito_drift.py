@@ -89,6 +89,9 @@ def verdict(joiner: Joiner, case: str) -> str:
         if case in ("edge space, reasoning", "empty think"):
             return "n/a"
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
+    calls = joiner.family.tool_call
+    if case == "text after call" and (calls is None or not calls.close):
+        return "n/a"  # a call ends the turn
     setting = Setting(tools=(TOOL,) if tools else ())
     prompt = joiner.start([USER], setting)
     try:
