@@ -25,8 +25,9 @@ from .spool import GroupHandle, SpoolWriter
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 2
-"""Workers that one group may lose before it has failed: it may be what kills them."""
+MAX_LOSSES = 3
+"""Workers that one group may lose before it has failed: it may be what kills them. In the last one it runs with no
+other such group beside it, so that the many that ran with the one that kills do not fail for it."""
 MOST_PROMPTS = 1_000_000
 """Prompts that a split without `num_prompts` may have; an endless generator would be read for ever."""
 

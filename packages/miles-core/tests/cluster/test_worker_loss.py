@@ -93,10 +93,10 @@ async def test_groups_of_a_dead_worker_run_again_with_a_higher_attempt_in_one_ne
     assert cluster.told == [("worker", "worker-0", "gone, started again: its process died")]
 
 
-async def test_a_group_that_loses_two_workers_has_failed_with_the_reason_and_counts_as_failure(cluster: Any):
+async def test_a_group_that_loses_three_workers_has_failed_with_the_reason_and_counts_as_failure(cluster: Any):
     cluster.deadly.add("g0")
     ref = await run(cluster, "g0")
-    assert len(cluster.made) == 3
+    assert len(cluster.made) == 4
     assert all(WORKER_LOST in (episode.error or "") for episode in ref.episodes)
     assert [episode.reward for episode in ref.episodes] == [None, None]
     fates: list[tuple[Fate, str]] = []
@@ -110,11 +110,32 @@ async def test_a_group_that_loses_two_workers_has_failed_with_the_reason_and_cou
 
 async def test_a_worker_that_dies_again_and_again_ends_the_run(cluster: Any):
     cluster.deadly |= {f"g{i}" for i in range(9)}
-    for i in range(2):
-        await run(cluster, f"g{i}")
-    await asyncio.wait([third := run(cluster, "g2")])
+    await run(cluster, "g0")
+    await asyncio.wait([second := run(cluster, "g1")])
     with pytest.raises(PartLostError, match="worker worker-0 died 6 times within 300 s"):
-        third.result()
+        second.result()
+
+
+async def test_groups_that_ran_beside_the_one_that_kills_do_not_fail_for_it(cluster: Any, monkeypatch: Any):
+    """The fake dies at once in the group that kills, and takes down whatever runs in it then."""
+
+    async def call(actor: Actor, name: str, args: tuple[Any, ...]) -> Any:
+        if name != "run_group":
+            return None
+        if args[1] in cluster.deadly:
+            actor._died.set()
+        for _ in range(20):  # long enough for the others to be under way
+            await asyncio.sleep(0)
+            if actor._died.is_set():
+                raise RayActorError
+        return f"group {args[1]}"
+
+    monkeypatch.setattr(Actor, "call", call)
+    cluster.deadly.add("g2")
+    results = await asyncio.gather(*(run(cluster, f"g{i}") for i in range(5)))
+    assert [r for r in results if isinstance(r, str)] == ["group g0", "group g1", "group g3", "group g4"]
+    assert WORKER_LOST in (results[2].episodes[0].error or "")
+    assert len(cluster.made) == 4
 
 
 async def test_a_worker_that_dies_while_it_opens_is_replaced_as_well(cluster: Any, monkeypatch: pytest.MonkeyPatch):

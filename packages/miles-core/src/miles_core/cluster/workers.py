@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class _Slot:
         self._note = note
         self._respawns = Respawns("worker", self._name)
         self._respawning = asyncio.Lock()
+        self.alone = asyncio.Lock()
+        """Held by the one group at a time that may be what kills workers."""
         self._sessions: tuple[list[str], str] | None = None
         self._is_held = False
         self.actor = self._make()
@@ -147,13 +149,14 @@ class _RemoteWorker:
     async def __call__(
         self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
     ) -> GroupRef:
-        for _ in range(MAX_LOSSES):
-            actor = self._slot.actor
-            try:
-                return await self._ask(actor, prompt, group_id, group_size, attempt, sampling, *self._more)
-            except RayActorError:
-                await self._slot.replace(actor)
-                attempt += self._slot.retries + 1  # above all that the dead worker may have made
+        for losses in range(MAX_LOSSES):
+            async with self._slot.alone if losses == MAX_LOSSES - 1 else nullcontext():
+                actor = self._slot.actor
+                try:
+                    return await self._ask(actor, prompt, group_id, group_size, attempt, sampling, *self._more)
+                except RayActorError:
+                    await self._slot.replace(actor)
+                    attempt += self._slot.retries + 1  # above all that the dead worker may have made
         return lost_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
 
     async def _ask(self, actor: Any, *args: Any) -> GroupRef:
