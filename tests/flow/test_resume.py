@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ FATES = ("trained", "filtered", "stale", "failed", "aborted")
 
 
 def ask(run_dir: Path, sql: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True) as db:
+    with closing(sqlite3.connect(f"file:{run_dir / 'ledger.db'}?mode=ro", uri=True)) as db:
         return db.execute(sql).fetchall()
 
 
@@ -102,9 +103,10 @@ def test_a_run_that_was_killed_loses_the_steps_behind_its_last_commit_and_nothin
     status, output = second.end(START_S)
     assert status == 0, output
     check_finished(second, steps=9)
-    start = ask(second.run_dir, "SELECT from_step, returned FROM starts ORDER BY start")[1]
-    assert start[0] >= max(committed, default=0)
-    assert start[1] == trained - 2 * start[0]
+    first_start, (step, returned) = ask(second.run_dir, "SELECT from_step, returned FROM starts ORDER BY start")
+    assert first_start == (None, 0)
+    assert step >= max(committed, default=0)
+    assert returned == trained - 2 * step
 
 
 def test_a_run_that_somebody_runs_is_refused(miles: Callable[..., Command]) -> None:

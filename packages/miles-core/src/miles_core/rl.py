@@ -155,7 +155,7 @@ class RLRun:
                 if are_lost:
                     await run.trainers.restart()
                     await run.trainers.setup(self._config.train, run.policy)
-                await self._go_back(run)
+                await self._go_back(run, in_place=are_lost)
                 return await self._train(run, in_flight)
             except Exception as error:
                 lost = cause(error)
@@ -167,14 +167,18 @@ class RLRun:
             await self._commits.forget()
             are_lost = True
 
-    async def _go_back(self, run: Started) -> None:
-        """Trainer, ledger and monitors to the newest committed step, which at a first start is 0."""
+    async def _go_back(self, run: Started, *, in_place: bool) -> None:
+        """Trainer, ledger and monitors to the newest committed step, which at a first start is 0.
+
+        Args:
+            in_place: this process trained before; a new one is where it is by `_begin`.
+        """
         found = self._checkpoints.latest()
         step = found.step if found else 0
         if found:
             await self._commits.load(found.path, run.trainers)
         await self._evaluator.rewind(step)
-        returned = self._ledger.rewind(step)
+        returned = self._ledger.rewind(step) if in_place else 0
         self._monitor.rewind(step)
         self.version = self._commits.last = step
         if returned:
