@@ -18,9 +18,10 @@ from .generation import Engine
 from .hub import Hub
 from .journal import StateDir
 from .merge import Joiner
+from .openapi import document
 from .records import Sampling
 from .serving import serve
-from .session_routes import SessionRoutes
+from .session_routes import SessionRoutes, json_response
 from .store import SessionStore
 from .tokenizer import Tokenizer
 from .turn_routes import TurnRoutes
@@ -99,6 +100,7 @@ def create_app(
                 await engine.aclose()
 
     app = Starlette(routes=_routes(hub), lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
+    app.router.redirect_slashes = False
     app.state.sessions = hub.store
     return app
 
@@ -116,6 +118,7 @@ def _routes(hub: Hub) -> list[Route]:
     routes = [
         route("/health", sessions.health, "GET"),
         route("/metrics", sessions.metrics, "GET"),
+        route("/openapi.json", _openapi, "GET"),
         route("/sessions", sessions.open, "POST"),
         route(below, sessions.describe, "GET"),
         route(below, sessions.close, "DELETE"),
@@ -153,6 +156,10 @@ def _answered(endpoint: Endpoint, hub: Hub, dialect: Dialect) -> Endpoint:
         return answer
 
     return call
+
+
+async def _openapi(_: Request) -> Response:
+    return json_response(document())
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -70,7 +71,7 @@ class SessionRoutes:
 
     async def health(self, request: Request) -> Response:
         store = self.hub.store
-        return json_response({"status": "ok", "sessions": len(store), "turns": store.num_turns})
+        return json_response({"status": "ok", "sessions": len(store), "turns": store.num_turns, "pid": os.getpid()})
 
     async def metrics(self, request: Request) -> Response:
         store = self.hub.store
