@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from miles_core.monitor import JsonlMonitor, RunSummary
 from miles_core.spool import SpoolWriter
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan
 from tokenizers import Tokenizer, decoders, models
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 CONVERSATION = [
     ("<|im_start|>system\n", "You compute with a calculator. Call the tool", ", then answer", ".", "<|im_end|>\n"),

@@ -15,7 +15,8 @@ from miles_core import report
 from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.report.charts import by_lag, main_charts, other_charts, thin
-from miles_core.report.read import _sparse, pick, read_run
+from miles_core.report.conversations import pick
+from miles_core.report.read import _sparse, read_run
 from miles_core.spool import SpoolWriter
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Episode, Group, Outcome
@@ -78,7 +79,7 @@ def test_hostile_text_stays_text(make_run):
     JsonlMonitor(run).log(61, {f"env/{HOSTILE}": 1.0, "eval/score": math.inf})
     page = page_of(run)
     allowed = "html head meta title style body main header div h1 span button p ul li small strong section figure "
-    allowed += "figcaption h3 h2 svg path details summary i b pre footer code script"
+    allowed += "figcaption h3 h2 svg path details summary i b pre footer code script table thead tbody tr th td"
     assert {tag for tag, _ in page.tags} <= set(allowed.split())
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
     assert "<script>alert(1)</script>" in page.words
@@ -176,7 +177,9 @@ def test_the_ledger_is_preferred_and_names_the_step(make_run):
 def test_a_damaged_ledger_becomes_a_note(make_run):
     run = make_run(steps=3)
     (run / "ledger.db").write_bytes(b"SQLite format 3\0" + bytes(5000))
-    assert "Conversations could not be read" in page_of(run).words
+    page = page_of(run)
+    assert "The ledger could not be read" in page.words
+    assert "Answer: 395" in page.words, "the spools still hold conversations"
 
 
 def _groups_of(run):

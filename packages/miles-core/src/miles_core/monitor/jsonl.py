@@ -90,9 +90,12 @@ class JsonlMonitor:
         self._synced = self._clock()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of a run, those of one step merged; a torn last row is left out, a missing file is an empty run."""
-    path = run_dir / METRICS_FILE
+def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict[str, float]]:
+    """The rows of a run, those of one step merged; a torn last row is left out, a missing file is an empty run.
+
+    `time` of a merged row is the first one's: what comes late belongs to the step, and does not move it.
+    """
+    path = run_dir / file
     if not path.exists():
         return []
     rows: dict[int, dict[str, float]] = {}
@@ -101,7 +104,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
             row: dict[str, Any] = json.loads(line)
         except ValueError:
             continue
-        rows.setdefault(row["step"], {}).update({name: float(value) for name, value in row.items()})
+        merged = rows.setdefault(row["step"], {})
+        merged |= {name: float(value) for name, value in row.items() if name != "time" or name not in merged}
     return [rows[step] for step in sorted(rows)]
 
 

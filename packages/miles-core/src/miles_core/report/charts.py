@@ -51,6 +51,8 @@ def main_charts(rows: Rows) -> list[Chart]:
         ),
         _gap(rows),
         _time_split(rows),
+        _sync(rows),
+        _pause(rows),
         _fates(rows),
         _lines(
             rows,
@@ -103,6 +105,7 @@ _TIMES = (
     ("weight update", "time/sync", 2),
     ("evaluate, write", "time/on_step", 3),
 )
+_PHASES = {"pause": 7, "write": 1, "send": 3, "load": 2, "verify": 5, "resume": 6}
 _FATES = dict(zip(TERMINAL_FATES, (1, 3, 2, 4, 5), strict=True)) | {"in_flight": 7}
 
 
@@ -185,6 +188,33 @@ def _time_split(rows: Rows) -> Chart:
         metrics=("time/step", *(name for _, name, _ in _TIMES)),
         layout="bars",
         unit=" s",
+    )
+
+
+def _sync(rows: Rows) -> Chart:
+    names = {phase: f"sync/{phase}_seconds" for phase in _PHASES}
+    return Chart(
+        title="Weight update",
+        note="Seconds of each phase, on the slowest engine; sending and loading overlap.",
+        x=_column(rows, "step"),
+        series=[
+            Series(name=phase, values=_column(rows, names[phase]), colour=colour)
+            for phase, colour in _PHASES.items()
+            if any(row.get(names[phase], 0.0) > 0 for row in rows)
+        ],
+        metrics=tuple(names.values()),
+        layout="bars",
+        unit=" s",
+    )
+
+
+def _pause(rows: Rows) -> Chart:
+    return _lines(
+        rows,
+        "Pause for a weight update",
+        "Seconds from the pause request until generation went on, on the engine that paused longest.",
+        (("pause", "sync/pause_seconds"), ("whole update", "sync/total_seconds")),
+        floor=0,
     )
 
 

@@ -31,7 +31,7 @@
 
   for (const figure of document.querySelectorAll("[data-chart]")) {
     const data = JSON.parse(figure.dataset.chart);
-    const plot = figure.querySelector("svg");
+    const plot = figure.querySelector(".over") ?? figure.querySelector("svg");
     const cursor = figure.querySelector(".cursor");
     const move = (event) => {
       const box = plot.getBoundingClientRect();
@@ -42,7 +42,7 @@
       });
       cursor.style.left = data.left[i] + "%";
       cursor.classList.add("on");
-      show(event, data.series.map((s) => [s.name, s.values[i], s.colour]), "step " + data.step[i]);
+      show(event, data.series.map((s) => [s.name, s.values[i], s.colour]), (data.what ?? "step ") + data.step[i]);
     };
     plot.addEventListener("pointermove", move);
     plot.addEventListener("pointerdown", move);

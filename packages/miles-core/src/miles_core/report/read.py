@@ -9,28 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from miles_tito.errors import MilesError
-from miles_tito.records import Episode, Group
+from miles_tito.records import Group
 from tokenizers import Tokenizer
 
-from miles_core.ledger import LEDGER, reading, trained_over_the_run
-from miles_core.monitor.jsonl import read_metrics, read_summary
+from miles_core.monitor.jsonl import DISCARDED_FILE, read_metrics, read_summary
 from miles_core.monitor.summary import RunSummary
-from miles_core.spool import read_group, read_groups
+from miles_core.spool import read_groups
 
-MOMENTS = 4
-"""Points of the run that conversations are shown from, first and last included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """One episode worth reading, and why."""
-
-    episode: Episode
-    label: str
-    fate: str
-    """What became of its group, empty where that is not known."""
-    siblings: int
-    """Episodes of its group."""
+from .book import MOMENTS, Book, read_book
+from .conversations import Shown, pick
+from .effective import TimeSplit, split_time
+from .timeline import Timeline, make_timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +33,38 @@ class RunData:
     summary: RunSummary | None
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
+    book: Book | None = None
+    """What the ledger says."""
+    dropped: Sequence[Mapping[str, float]] = ()
+    """Rows of steps that rewinds left behind."""
     shown: Sequence[Shown] = ()
     notes: Sequence[str] = field(default=())
     """What could not be read."""
+
+    def time(self) -> TimeSplit | None:
+        """Where the wall time went; None without a ledger."""
+        return split_time(self.book.course, self.rows) if self.book else None
+
+    def timeline(self) -> Timeline | None:
+        course, groups = (self.book.course, self.book.groups) if self.book else (None, {})
+        return make_timeline(course, groups, [*self.rows, *self.dropped])
 
 
 def read_run(path: Path) -> RunData:
     """Read `path`; a part that is missing is empty, a part that is damaged becomes a note."""
     notes: list[str] = []
     shown: list[Shown] = []
+    book = read_book(path, notes)
     try:
-        shown = pick([*_told(path), *_held_out(path / "eval")])
+        told = book.trained if book and book.trained else _spooled(path / "trajectories")
+        shown = pick([*told, *_held_out(path / "eval")])
     except (MilesError, OSError) as error:
         notes.append(f"Conversations could not be read: {error}")
     return RunData(
         path=path,
         rows=read_metrics(path),
+        book=book,
+        dropped=read_metrics(path, DISCARDED_FILE),
         warm_up=read_metrics(path / "sft"),
         summary=read_summary(path),
         config=_json(path / "config.json", notes),
@@ -67,27 +72,6 @@ def read_run(path: Path) -> RunData:
         shown=shown,
         notes=notes,
     )
-
-
-def pick(told: Sequence[tuple[Group, str]]) -> list[Shown]:
-    """The best and the worst episode of each group, and one that failed.
-
-    Args:
-        told: groups in the order to show them, each with its fate.
-    """
-    shown: list[Shown] = []
-    for group, fate in told:
-        episodes = [e for e in group.episodes if e.trajectories]
-        scored = sorted((e for e in episodes if e.reward is not None), key=lambda e: e.reward or 0.0)
-        picks = {"worst of its group": scored[0], "best of its group": scored[-1]} if scored else {}
-        if scored and scored[0].reward == scored[-1].reward:
-            picks = {"all of its group alike" if len(group.episodes) > 1 else "alone in its group": scored[0]}
-        failed = next((e for e in episodes if e.reward is None), None)
-        if failed is not None:
-            picks["without a reward"] = failed
-        siblings = len(group.episodes)
-        shown += [Shown(episode=e, label=label, fate=fate, siblings=siblings) for label, e in picks.items()]
-    return shown
 
 
 def load_tokenizer(run: RunData) -> Tokenizer | None:
@@ -101,14 +85,8 @@ def load_tokenizer(run: RunData) -> Tokenizer | None:
     return Tokenizer.from_file(str(found)) if found else None
 
 
-def _told(run: Path) -> list[tuple[Group, str]]:
-    """A few groups spread over the run, with their fates: trained ones by the ledger, any by the spools without it."""
-    trajectories = run / "trajectories"
-    if (run / LEDGER).exists():
-        with reading(run / LEDGER) as db:
-            trained = trained_over_the_run(db, MOMENTS)
-        if trained:
-            return [(read_group(trajectories, place), f"trained at step {version}") for version, place in trained]
+def _spooled(trajectories: Path) -> list[tuple[Group, str]]:
+    """A few groups spread over the run, whatever became of them."""
     spooled = (group for file in sorted(trajectories.glob("*.spool")) for group in read_groups(file))
     kept = [group for group in _sparse(spooled) if any(e.trajectories for e in group.episodes)]
     return [(group, "") for group in _spread(sorted(kept, key=_version))]

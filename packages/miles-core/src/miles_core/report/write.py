@@ -19,10 +19,17 @@ from miles_core.monitor.summary import format_seconds
 
 from .chart import format_number
 from .charts import by_lag, main_charts, other_charts, thin, warm_up_charts
-from .read import RunData, Shown, load_tokenizer, read_run
-from .strips import token_strip
+from .conversations import conversations_section
+from .discards import discards_section
+from .evaluations import evaluations_section
+from .fates_section import fates_section
+from .happenings import happenings_section
+from .markup import percent
+from .read import RunData, load_tokenizer, read_run
 from .svg import draw
 from .text import safe
+from .time_section import time_section
+from .timeline_section import timeline_section
 
 REPORT_FILE = "report.html"
 
@@ -52,7 +59,18 @@ def render(run: RunData) -> str:
     style, script = _asset("style.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    body = [_header(run), _figures(run), *_charts(run), _conversations(run), _details(run)]
+    tokenizer = load_tokenizer(run)
+    charts, others = _charts(run)
+    body = [
+        _header(run),
+        _figures(run),
+        charts,
+        *_course(run),
+        conversations_section(run.shown, tokenizer),
+        discards_section(run.book.discards, tokenizer) if run.book else "",
+        others,
+        _details(run),
+    ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -105,6 +123,7 @@ def _figures(run: RunData) -> str:
         if summary.fates:
             lost = f"{summary.num_lost} lost, {summary.fates.get('twice', 0)} twice"
             figures.append(("groups issued", str(summary.fates.get("issued", 0)), lost))
+    figures += _ledger_figures(run)
     cells = (
         f"<li><span>{safe(name)}</span><strong>{safe(value)}</strong><small>{safe(note)}</small></li>"
         for name, value, note in figures
@@ -113,57 +132,46 @@ def _figures(run: RunData) -> str:
     return f'<ul class="figures">{"".join(cells)}</ul>{fates}' if figures else ""
 
 
-def _charts(run: RunData) -> list[str]:
+def _ledger_figures(run: RunData) -> list[tuple[str, str, str]]:
+    if run.book is None:
+        return []
+    figures: list[tuple[str, str, str]] = []
+    fates, time = run.book.fates, run.time()
+    if time is not None and time.ratio is not None:
+        figures.append(("effective training time", percent(time.ratio), f"of {format_seconds(time.wall)}"))
+    if fates.sampled:
+        wasted = percent(fates.num_wasted / fates.sampled)
+        figures.append(("wasted tokens", wasted, f"of {format_number(fates.sampled)} sampled"))
+    return figures
+
+
+def _course(run: RunData) -> list[str]:
+    """What the ledger tells of the run."""
+    timeline = timeline_section(run.timeline())
+    if (book := run.book) is None:
+        return [timeline]
+    return [
+        evaluations_section(book.evaluations),
+        fates_section(book.fates),
+        time_section(run.time()),
+        timeline,
+        happenings_section(book.happenings, begin=book.course.begin),
+    ]
+
+
+def _charts(run: RunData) -> tuple[str, str]:
+    """The charts that every reader wants, and all others to open."""
     if not run.rows:
-        return ['<section><p class="nothing">No step has been logged yet.</p></section>']
+        return '<section><p class="nothing">No step has been logged yet.</p></section>', ""
     rows = thin(by_lag(run.rows))
     charts = [*main_charts(rows), *warm_up_charts(thin(run.warm_up))]
     others = other_charts(rows, drawn=charts)
     merged = f" Each point merges about {len(run.rows) / len(rows):.0f} steps." if len(rows) < len(run.rows) else ""
-    sections = [f'<section class="charts">{"".join(draw(chart) for chart in charts)}</section>']
-    if others:
-        sections.append(
-            f"<details><summary>More metrics <small>{len(others)}.{merged}</small></summary>"
-            f'<section class="charts many">{"".join(draw(chart) for chart in others)}</section></details>'
-        )
-    return sections
-
-
-def _conversations(run: RunData) -> str:
-    if not run.shown:
-        return ""
-    tokenizer = load_tokenizer(run)
-    shades = "".join(f'<i class="t l{level}">{name}</i>' for level, name in enumerate(_SHADES))
-    legend = (
-        "<p>Tokens as the trainer sees them. Shaded ones were sampled by the policy and are trained; the warmer, the "
-        'less likely. <b class="v">v3</b> marks where weights of version 3 take over.</p>'
-        f'<p class="shades">{shades}</p>'
+    more = (
+        f"<details><summary>More metrics <small>{len(others)}.{merged}</small></summary>"
+        f'<section class="charts many">{"".join(draw(chart) for chart in others)}</section></details>'
     )
-    episodes = "".join(
-        _episode(shown, tokenizer, is_open=i in (0, len(run.shown) - 1)) for i, shown in enumerate(run.shown)
-    )
-    return f'<section class="conversations"><h2>Conversations</h2>{legend}{episodes}</section>'
-
-
-_SHADES = ("p > .95", "> .6", "> .2", "> .05", "less")
-
-
-def _episode(shown: Shown, tokenizer: Any, *, is_open: bool) -> str:
-    episode = shown.episode
-    versions = sorted({span.version for t in episode.trajectories for span in t.versions})
-    sampled_by = (
-        f"v{versions[0]}" if len(versions) == 1 else f"v{versions[0]}\N{EN DASH}v{versions[-1]}" if versions else "v?"
-    )
-    reward = "no reward" if episode.reward is None else f"reward {episode.reward:.3g}"
-    tokens = f"{episode.loss_denominator} of {sum(len(t.tokens) for t in episode.trajectories)} tokens sampled"
-    facts = [f"sampled by {sampled_by}", shown.fate, shown.label, tokens, str(episode.outcome).replace("_", " ")]
-    error = f'<p class="note">{safe(episode.error)}</p>' if episode.error else ""
-    strips = "".join(f'<div class="strip">{token_strip(t, tokenizer)}</div>' for t in episode.trajectories)
-    return (
-        f"<details{' open' if is_open else ''}><summary><strong>{reward}</strong> "
-        f"{' · '.join(safe(fact) for fact in facts if fact)}<small>prompt {safe(episode.prompt_id)}, one of "
-        f"{shown.siblings} siblings</small></summary>{error}{strips}</details>"
-    )
+    return f'<section class="charts">{"".join(draw(chart) for chart in charts)}</section>', more if others else ""
 
 
 def _details(run: RunData) -> str:
