@@ -41,7 +41,7 @@ def message_key(message: Message) -> bytes:
     role = message["role"]
     if role == "assistant":
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", [])]
-        plain: Any = [role, message["content"].strip(), _canonical(calls)]
+        plain: Any = [role, message["content"].strip(), _canonical(calls) if calls else []]
     else:
         images = [[image["at"], image["digest"]] for image in message.get("images", [])]
         plain = [role, message["content"], message.get("name"), *([images] if images else [])]
@@ -67,7 +67,11 @@ def reasoning_agrees(replayed: Message, recorded: Message) -> bool:
 def _normalize(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise _invalid(f"{where} is a {type(message).__name__}, not an object.", where)
-    fields = {k: v for k, v in cast("dict[str, Any]", message).items() if v is not None and v != []}
+    given = cast("dict[str, Any]", message)
+    role, content = given.get("role"), given.get("content")
+    if len(given) == 2 and isinstance(content, str) and role in ("user", "assistant", "system"):
+        return given  # as most messages of a long history are
+    fields = {k: v for k, v in given.items() if v is not None and v != []}
     role = fields.pop("role", None)
     role = "system" if role == "developer" else role
     if role not in ROLES:
