@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import triton_kernels
 from .library import find_kernels
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 def quantize(format: Format, weight: torch.Tensor, amax: torch.Tensor | None) -> Parts | None:
     """What `format` makes of `weight`, or None."""
+    if weight.device.type == "cuda":
+        found = triton_kernels.quantize(format, weight)
+        return None if found is None else (*found, None)
     if not _takes(weight) or not _whole_blocks(format, weight.shape[1]):
         return None
     kernels = find_kernels()
