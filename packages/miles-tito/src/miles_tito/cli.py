@@ -29,7 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="miles-tito", description="Token-in-token-out sessions for agents.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run a session server in front of an engine")
-    serve.add_argument("--engine", required=True, help="URL of an SGLang server, or of the router before several")
+    serve.add_argument(
+        "--engine", required=True, nargs="+", metavar="URL", help="SGLang servers, or the router before several"
+    )
     serve.add_argument("--tokenizer", required=True, help="folder with tokenizer.json and the chat template")
     serve.add_argument("--family", default="auto", help="model family; auto proves the template (default)")
     serve.add_argument("--model", default="policy", help="model name that answers carry (default: policy)")
@@ -43,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--routed-experts", action="store_true", help="record each token's experts")
     serve.add_argument("--idle-timeout-s", type=float, default=3600.0, help="forget a session unused for this long")
     serve.add_argument("--state-dir", help="folder where sessions outlive this server; none: they end with it")
+    serve.add_argument("--grace-s", type=float, default=10.0, help="for turns under way at the end (default: 10)")
     verify = commands.add_parser(
         "verify", help="prove exact joins for a tokenizer folder, or name the case that breaks"
     )
@@ -65,6 +68,7 @@ def _verify(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace) -> None:
     from .engine import SGLangEngine
     from .errors import RecordError
+    from .pool import EnginePool
     from .records import Sampling
     from .routing import ExpertLayout
     from .server import create_app, serve
@@ -75,8 +79,9 @@ async def _serve(args: argparse.Namespace) -> None:
     if args.routed_experts and experts is None:
         raise RecordError(f"--routed-experts: the model in {args.tokenizer} has no experts by its config.json.")
     max_context: int = args.max_context or read_max_context(args.tokenizer)
+    engines = [WatchedEngine(SGLangEngine(url, api_key=args.engine_api_key, experts=experts)) for url in args.engine]
     app = create_app(
-        engine=WatchedEngine(SGLangEngine(args.engine, api_key=args.engine_api_key, experts=experts)),
+        engine=EnginePool(engines) if len(engines) > 1 else engines[0],
         tokenizer=load_tokenizer(args.tokenizer),
         family=args.family,
         model=args.model,
@@ -92,4 +97,5 @@ async def _serve(args: argparse.Namespace) -> None:
         port=args.port,
         ready=lambda url: print(f"miles-tito: serving {url} (context {max_context}), Ctrl-C ends it", flush=True),
         signals=True,
+        grace_s=args.grace_s,
     )

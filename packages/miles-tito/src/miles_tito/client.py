@@ -12,8 +12,8 @@ import msgspec
 
 from .errors import SessionError
 from .http import Http
-from .records import Policy, Sampling, Trajectory
-from .wire import decode_many
+from .records import Policy, Sample, Sampling, Trajectory
+from .wire import decode_many, decode_samples
 
 _MAX_WAIT_S = 2.0
 """Longest wait between two sendings of one call."""
@@ -89,6 +89,31 @@ class SessionClient:
         url = f"{self._session_url(session_id)}/trajectories?picker={quote(picker)}"
         return decode_many(await self._call("GET", url, self._key(session_id)), Trajectory)
 
+    async def samples(
+        self,
+        session_id: str,
+        *,
+        reward: float | None = None,
+        picker: str = "default",
+        max_tokens: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Sample], list[dict[str, Any]]]:
+        """What the session recorded so far as training samples, and each turn left out as `{"node", "why"}`.
+
+        Args:
+            reward: of all samples; None where it is not known yet, and then their advantage is 0.
+            max_tokens: longer trajectories are left out.
+
+        Raises:
+            SessionError: refused, or no answer.
+        """
+        body = {"reward": reward, "picker": picker, "max_tokens": max_tokens, "metadata": dict(metadata or {})}
+        url = f"{self._session_url(session_id)}/samples"
+        content = msgspec.json.encode(body)
+        return decode_samples(
+            await self._call("POST", url, self._key(session_id), content=content, accept="application/msgpack")
+        )
+
     async def close(self, session_id: str) -> None:
         """Abort what runs in the session and forget it. A session that is gone already is no error."""
         key = self._key(session_id)
@@ -125,13 +150,15 @@ class SessionClient:
         await self._call("DELETE", self._session_url(session_id), self._api_key)
         return await self._call("POST", url, self._api_key, content=body)
 
-    async def _call(self, method: str, url: str, key: str | None, *, content: bytes | None = None) -> bytes:
+    async def _call(
+        self, method: str, url: str, key: str | None, *, content: bytes | None = None, accept: str = "*/*"
+    ) -> bytes:
         """The answer to a call, which is sent again for a while when its connection breaks.
 
         Raises:
             SessionError: refused, or no answer.
         """
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Accept": accept, **({"Authorization": f"Bearer {key}"} if key else {})}
         clock = asyncio.get_running_loop().time
         began, wait_s = clock(), 0.05
         was_resent = False
