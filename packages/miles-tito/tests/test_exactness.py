@@ -58,7 +58,7 @@ class Branching:
 
 
 @pytest.mark.parametrize("name", [*REAL, "GLM-4.5", "Kimi-K2", "Mistral", "Inkling"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_every_sampled_id_is_trained_once_in_any_tree(name: str, data: st.DataObject):
     """Any ids at all: partial characters, control tokens in mid-reply, spellings that encoding would never give."""
@@ -82,7 +82,7 @@ def test_every_sampled_id_is_trained_once_in_any_tree(name: str, data: st.DataOb
         )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), size=st.integers(0, 200))
 def test_exact_joins_do_not_depend_on_the_merges(seed: int, size: int, chatml: str):
     """Vocabularies trained on noise: merges over line breaks, role names, spaces, and bytes of characters."""

@@ -113,7 +113,7 @@ def written(name: str, message: dict[str, Any]) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_reply_is_read_back_as_it_was_written(name: str, data: st.DataObject):
     arguments = data.draw(st.lists(ARGUMENTS, max_size=2))
@@ -145,7 +145,7 @@ def oracle(name: str, text: str) -> tuple[str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(arguments=st.lists(ARGUMENTS.filter(bool), min_size=1, max_size=2))  # MiniMax's takes no call without arguments
 def test_the_engines_own_parser_reads_the_same(name: str, arguments: list[dict[str, Any]]):
     text, opened = written(name, reply_of(name, arguments, thought="hm"))

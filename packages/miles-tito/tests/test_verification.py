@@ -22,7 +22,7 @@ WriteTokenizer = Callable[..., Path]
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("Qwen3-2507", "Qwen3.6", "DeepSeek-V3.2")])
 def test_every_family_joins_exactly_in_every_case(name: str):
-    report = verify(tokenizer_of(name), family=MODELS[name].family, conversations=20)
+    report = verify(tokenizer_of(name), family=MODELS[name].family, conversations=8)
     assert report.ok, report.table()
     played = [finding.case for finding in report.findings if finding.group == "played"]
     assert any("tools" in case for case in played) == (name in WITH_TOOLS)

@@ -6,8 +6,11 @@ DeepSeek's own package `deepseek-recipe`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
+
+import msgspec
 
 from miles_tito.errors import MissingDependency
 
@@ -54,13 +57,14 @@ def texts(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> M
     thinks = variables.get("thinking", variables.get("enable_thinking", True))
     effort = str(variables.get("reasoning_effort", "low")) if thinks else "low"
     return {
-        "tools_text": _between(tools, "low", thinks=bool(thinks)) if tools else "",
-        "effort_text": _between((), effort, thinks=True) if effort != "low" else "",
+        "tools_text": _between(msgspec.json.encode(tools), "low", thinks=bool(thinks)) if tools else "",
+        "effort_text": _between(b"[]", effort, thinks=True) if effort != "low" else "",
     }
 
 
-def _between(tools: Sequence[Mapping[str, Any]], effort: str, *, thinks: bool) -> str:
-    """What DeepSeek's encoder writes in front of the first user turn."""
+@functools.lru_cache(maxsize=64)
+def _between(tools: bytes, effort: str, *, thinks: bool) -> str:
+    """What DeepSeek's encoder writes in front of the first user turn; `tools` as JSON."""
     try:
         import deepseek_recipe
     except ImportError as error:
@@ -69,7 +73,7 @@ def _between(tools: Sequence[Mapping[str, Any]], effort: str, *, thinks: bool) -
             "'miles-tito[deepseek]', or put a chat_template.jinja into the model folder."
         ) from error
     recipe = cast("Any", deepseek_recipe)
-    functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
+    functions = [tool.get("function", tool) for tool in msgspec.json.decode(tools, type=list[dict[str, Any]])]
     conversation = recipe.Conversation(
         messages=[recipe.UserMessage("")],
         thinking_mode=thinks,
