@@ -58,8 +58,19 @@ def test_a_builder_writes_to_the_run_or_names_another_folder(tmp_path: Path) -> 
     )
     assert made == tmp_path / "out"
     assert context_limit(ModelConfig(), made, token_budget=64) == 32
-    cached = prepare_model_folder(ModelConfig(builder=builder(build_elsewhere)), out=tmp_path / "out")
+    cached = prepare_model_folder(ModelConfig(builder=builder(build_elsewhere)), out=tmp_path / "other")
     assert cached == tmp_path / "cache"
+
+
+def test_what_an_earlier_start_has_built_is_taken_and_what_it_left_unfinished_is_not(tmp_path: Path) -> None:
+    config = ModelConfig(builder=builder(build_at), builder_args={"positions": 32})
+    left = tmp_path / "out.partial"
+    left.mkdir()
+    (left / "half").touch()
+    made = prepare_model_folder(config, out=tmp_path / "out")
+    assert [path.name for path in made.iterdir()] == ["config.json"]
+    (made / "mark").touch()
+    assert (prepare_model_folder(config, out=tmp_path / "out") / "mark").exists()
 
 
 @pytest.mark.parametrize("make", ["path", "builder"])

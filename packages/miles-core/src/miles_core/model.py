@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from miles_tito.errors import MilesError
@@ -18,20 +19,33 @@ class ModelError(MilesError, ValueError):
 def prepare_model_folder(config: ModelConfig, *, out: Path) -> Path:
     """`model.path` as it is, or what `model.builder` makes: at `out`, unless it returns another folder such as a cache.
 
+    What an earlier start of the run has made at `out` is taken as it is; it appears there only when it is whole.
+
     Raises:
         ModelError: the folder lacks `config.json`.
     """
     if config.path is not None:
         folder = Path(config.path).expanduser()
     else:
-        made = call(str(config.builder), out, keywords=config.builder_args, what="model.builder")
-        folder = out if made is None else Path(made)
+        folder = out if out.is_dir() else _build(config, out)
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is no Hugging Face model folder: it has no config.json. Set `model.path` to one, or "
             "`model.builder` to a function that makes one."
         )
     return folder.resolve()
+
+
+def _build(config: ModelConfig, out: Path) -> Path:
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed before it was done
+    made = call(str(config.builder), partial, keywords=config.builder_args, what="model.builder")
+    if made is not None and Path(made) != partial:
+        return Path(made)
+    if not (partial / "config.json").is_file():
+        return partial  # no model; what it lacks is told of it
+    partial.rename(out)
+    return out
 
 
 def context_limit(config: ModelConfig, folder: Path, *, token_budget: int) -> int:
