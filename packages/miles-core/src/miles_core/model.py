@@ -24,10 +24,8 @@ def prepare_model_folder(config: ModelConfig, *, out: Path) -> Path:
     Raises:
         ModelError: the folder lacks `config.json`.
     """
-    if config.path is not None:
-        folder = Path(config.path).expanduser()
-    else:
-        folder = out if out.is_dir() else _build(config, out)
+    given = None if config.path is None else Path(config.path).expanduser()
+    folder = given or (out if out.is_dir() else _build(config, out))
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is no Hugging Face model folder: it has no config.json. Set `model.path` to one, or "
