@@ -133,7 +133,12 @@ def _config(options: argparse.Namespace, words: list[str]) -> int:
 def _report(options: argparse.Namespace, words: list[str]) -> int:
     from . import report
 
-    print(report.write(Path(options.run)))
+    out = Path(options.out) if options.out else None
+    if len(options.runs) == 1:
+        print(report.write(Path(options.runs[0]), out=out))
+        return DONE
+    page, text = report.write_comparison([Path(run) for run in options.runs], out=out)
+    print(f"{text}\n\n{page}")
     return DONE
 
 
@@ -239,12 +244,18 @@ def _parser() -> argparse.ArgumentParser:
     config = add("config", _config, "print the resolved configuration as TOML")
     config.add_argument("--explain", action="store_true", help="write each key's meaning over it")
     config.add_argument("--docs", action="store_true", help="print a reference of every key instead")
-    report = add("report", _report, "write the report of a run, finished or not", takes_settings=False)
+    report = add(
+        "report", _report, "write the report of a run, finished or not, or compare several", takes_settings=False
+    )
+    report.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run; several are compared to the first")
+    report.add_argument(
+        "--out", metavar="FILE", help="the page; by default report.html in the run, compare.html beside the first one"
+    )
     why = add("why", _why, "tell what became of a prompt, a group, an episode or a sample", takes_settings=False)
     ledger = add(
         "ledger", _ledger, "show what became of everything a run issued, and whether it adds up", takes_settings=False
     )
-    for command in (report, why, ledger):
+    for command in (why, ledger):
         command.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
     why.add_argument("id", metavar="ID", help="of a prompt, group, episode or sample; its beginning is enough")
     ledger.add_argument("--sql", metavar="SELECT", help="a query of yours over the ledger's tables, instead")

@@ -46,6 +46,7 @@ def test_ticks_are_round():
 def test_a_constant_and_a_single_step_still_have_a_scale():
     assert value_scale(chart([5.0, 5.0])).start < 5.0 < value_scale(chart([5.0, 5.0])).end
     assert step_scale(chart([1.0]))(1) == SIZE / 2
+    assert "path" in draw(chart([5.9, 5.9 + 1e-15])), "means of equal values differ in the last digit"
 
 
 def test_a_stack_reaches_up_to_the_sum():

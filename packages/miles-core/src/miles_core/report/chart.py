@@ -33,7 +33,7 @@ class Chart:
     note: str
     """One sentence under the title."""
     x: Sequence[float]
-    """[N] steps, increasing."""
+    """[N] increasing."""
     series: Sequence[Series]
     metrics: Sequence[str] = ()
     """Names of what it draws, families as `part/*`; the report shows all other metrics under "More"."""
@@ -47,6 +47,8 @@ class Chart:
     """A dashed line at a value, with its name."""
     size: Literal["wide", "normal", "small"] = "normal"
     unit: str = ""
+    x_name: str = "step"
+    """What the x axis counts."""
 
     def is_empty(self) -> bool:
         return not any(math.isfinite(value) for series in self.series for value in series.values)
@@ -126,7 +128,7 @@ def _extremes(chart: Chart) -> Iterable[float]:
 
 
 def _linear_scale(low: float, high: float, *, count: int) -> Scale:
-    if high == low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal, or equal but for rounding
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
     step = _nice_step((high - low) / (count - 1))

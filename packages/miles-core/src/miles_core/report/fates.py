@@ -55,6 +55,14 @@ class Fates:
     def issued(self) -> int:
         return sum(ended.groups for ended in self.ended)
 
+    def counts(self) -> dict[str, int]:
+        """Groups by final fate, `issued` ones, and those that are open as `in_flight`."""
+        known = dict.fromkeys([str(fate) for fate in Fate if fate.is_final], 0)
+        known |= {"issued": self.issued, "in_flight": 0}
+        for ended in self.ended:
+            known[str(ended.fate) if ended.fate.is_final else "in_flight"] += ended.groups
+        return known
+
     @property
     def sampled(self) -> int:
         """Tokens of all recorded episodes."""

@@ -42,7 +42,7 @@
       });
       cursor.style.left = data.left[i] + "%";
       cursor.classList.add("on");
-      show(event, data.series.map((s) => [s.name, s.values[i], s.colour]), (data.what ?? "step ") + data.step[i]);
+      show(event, data.series.map((s) => [s.name, s.values[i], s.colour]), data.what + data.step[i]);
     };
     plot.addEventListener("pointermove", move);
     plot.addEventListener("pointerdown", move);

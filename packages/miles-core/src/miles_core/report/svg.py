@@ -143,8 +143,9 @@ def _legend(chart: Chart) -> str:
 def _data(chart: Chart, x: Scale) -> str:
     """What the pointer shows, as one attribute: places in percent, steps, and the values as text."""
     data = {
+        "what": f"{chart.x_name} ",
         "left": [round(x(step) / SIZE * 100, 2) for step in chart.x],
-        "step": [f"{step:g}" for step in chart.x],
+        "step": [f"{step:.6g}" for step in chart.x],
         "series": [
             {"name": visible(s.name), "colour": s.colour, "values": [format_number(v) + chart.unit for v in s.values]}
             for s in chart.series

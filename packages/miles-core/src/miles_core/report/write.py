@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,17 @@ from miles_tito.errors import MilesError
 
 from miles_core.monitor.summary import format_seconds
 
+from . import compare_page
 from .chart import format_number
 from .charts import by_lag, main_charts, other_charts, thin, warm_up_charts
+from .compare import to_text
 from .conversations import conversations_section
 from .discards import discards_section
 from .evaluations import evaluations_section
 from .fates_section import fates_section
 from .happenings import happenings_section
 from .markup import percent
+from .page import page, save
 from .read import RunData, load_tokenizer, read_run
 from .svg import draw
 from .text import safe
@@ -32,33 +32,48 @@ from .time_section import time_section
 from .timeline_section import timeline_section
 
 REPORT_FILE = "report.html"
+COMPARISON_FILE = "compare.html"
+MOST_RUNS = 7
+"""As many as there are colours."""
 
 
 class ReportError(MilesError, ValueError):
     """There is no run to report on."""
 
 
-def write(run_dir: Path) -> Path:
-    """Write `<run>/report.html` and return its path; works on a run that was killed or has not logged yet.
+def write(run_dir: Path, *, out: Path | None = None) -> Path:
+    """Write `<run>/report.html`, or `out`, and return its path; works on a run that was killed or has not logged yet.
 
     Raises:
-        ReportError: `run_dir` is not a directory.
+        ReportError: `run_dir` is not a directory, or the page cannot be written.
     """
-    if not run_dir.is_dir():
-        raise ReportError(f"{run_dir} is not a directory. Give the directory of a run, e.g. runs/quickstart.")
-    page = render(read_run(run_dir))
-    path = run_dir / REPORT_FILE
-    partial = path.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
-    return path
+    _check(run_dir)
+    return _save(out or run_dir / REPORT_FILE, render(read_run(run_dir)))
+
+
+def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> tuple[Path, str]:
+    """Write a page with the runs over one another; returns its path, and the numbers as text.
+
+    Args:
+        run_dirs: two to seven; differences are against the first.
+        out: where the page goes; by default `compare.html` beside the first run.
+
+    Raises:
+        ReportError: one of them is not a directory, is given twice, or there are too many.
+    """
+    for number, run_dir in enumerate(run_dirs):
+        _check(run_dir)
+        if run_dir.resolve() in [other.resolve() for other in run_dirs[:number]]:
+            raise ReportError(f"{run_dir} is given twice. Name each run once.")
+    if not 2 <= len(run_dirs) <= MOST_RUNS:
+        raise ReportError(f"{len(run_dirs)} runs are given; between 2 and {MOST_RUNS} can be told apart on one page.")
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    path = out or run_dirs[0].resolve().parent / COMPARISON_FILE
+    return _save(path, compare_page.render(runs)), to_text(runs)
 
 
 def render(run: RunData) -> str:
-    """The whole page: no request leaves it, and its policy forbids every script but its own."""
-    style, script = _asset("style.css"), _asset("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    """The whole page."""
     tokenizer = load_tokenizer(run)
     charts, others = _charts(run)
     body = [
@@ -71,13 +86,19 @@ def render(run: RunData) -> str:
         others,
         _details(run),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{safe(run.path.name)} · Miles</title><style>{style}</style></head>"
-        f'<body><main>{"".join(body)}</main><div id="tip" role="status"></div><script>{script}</script></body></html>\n'
-    )
+    return page(run.path.name, body)
+
+
+def _check(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        raise ReportError(f"{run_dir} is not a directory. Give the directory of a run, e.g. runs/quickstart.")
+
+
+def _save(path: Path, html: str) -> Path:
+    try:
+        return save(path, html)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error}. Give another place with --out.") from error
 
 
 def _header(run: RunData) -> str:
@@ -204,7 +225,3 @@ def _model(config: Mapping[str, Any]) -> str:
     if not isinstance(model, Mapping):
         return ""
     return str(model.get("path") or model.get("builder") or "")
-
-
-def _asset(name: str) -> str:
-    return importlib.resources.files("miles_core.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,194 @@
+"""`miles report A B`: runs side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from long_run import LongRun, play
+from miles_core import cli, report
+from miles_core.monitor import JsonlMonitor
+from miles_core.report.compare import Line, Value, differing_keys, lines, to_text
+from miles_core.report.markup import percent
+from miles_core.report.overlay import MOST_POINTS, by_step, by_time, on_grid
+from miles_core.report.read import read_run
+from test_report import HOSTILE, Page
+
+
+def make(path: Path, rows: dict[int, dict[str, float]], config: dict | None = None) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config or {}))
+    monitor = JsonlMonitor(path)
+    for step, row in rows.items():
+        monitor.log(step, row)
+    return path
+
+
+def rewards(*values: float, **more: float) -> dict[int, dict[str, float]]:
+    return {step: {"reward/mean": value, "time/step": 2.0, **more} for step, value in enumerate(values, start=1)}
+
+
+def page_of(*runs: Path) -> Page:
+    path, _ = report.write_comparison(runs)
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def line_of(name: str, *runs: Path) -> Line:
+    return next(line for line in lines([read_run(run) for run in runs]) if line.name == name)
+
+
+def test_two_runs_with_everything_are_compared_on_one_page(tmp_path):
+    play(tmp_path / "a", steps=30)
+    play(tmp_path / "b", steps=22)
+    page = page_of(tmp_path / "a", tmp_path / "b")
+    for text in ("Final numbers", "By step", "By wall time", "effective training time", "wasted tokens", "run.steps"):
+        assert text in page.words
+    assert (tmp_path / "compare.html").exists()
+    assert [tag for tag, _ in page.tags].count("script") == 1
+
+
+def test_runs_in_any_state_compare(tmp_path):
+    (tmp_path / "empty").mkdir()
+    run = LongRun(tmp_path / "goes-on")
+    run.start()
+    run.issue(3)
+    killed = make(tmp_path / "killed", rewards(0.1, 0.2))
+    with (killed / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "rew')
+    page = page_of(killed, tmp_path / "empty", tmp_path / "goes-on")
+    assert "no steps yet" in page.words
+    only_empty = page_of(tmp_path / "empty", make(tmp_path / "other", {}))
+    assert "None of these runs has logged a step." in only_empty.words
+
+
+def test_what_is_better_and_what_is_noise(tmp_path):
+    interval = {"eval/score_low": 0.4, "eval/score_high": 0.6}
+    a = make(tmp_path / "a", rewards(0.5, **{"eval/score": 0.5, "engine/tokens_per_s": 100.0, **interval}))
+    near = {"eval/score": 0.58, "eval/score_low": 0.48, "eval/score_high": 0.68, "engine/tokens_per_s": 101.0}
+    far = {"eval/score": 0.8, "eval/score_low": 0.7, "eval/score_high": 0.9, "engine/tokens_per_s": 50.0}
+    b, c = make(tmp_path / "b", rewards(0.5, **near)), make(tmp_path / "c", rewards(0.5, **far))
+    score = line_of("held-out score", a, b, c)
+    assert [score.text(0), score.difference(2)] == ["0.500 [0.400, 0.600]", "+0.300 (+60 %)"]
+    assert [score.verdict(1), score.verdict(2)] == ["", "better"]
+    assert [line_of("tokens a second", a, b, c).verdict(i) for i in (1, 2)] == ["", "worse"]
+    assert line_of("seconds a step", a, b).difference(1) == "same"
+
+
+def test_shares_differ_in_points():
+    line = Line(name="busy", values=[Value(number=0.8), Value(number=0.6)], show=percent, better="up")
+    assert (line.text(1), line.difference(1), line.verdict(1)) == ("60 %", "\N{MINUS SIGN}20 points", "worse")
+
+
+def test_an_unknown_number_has_no_difference(tmp_path):
+    a, b = make(tmp_path / "a", rewards(0.5)), make(tmp_path / "b", {1: {"time/step": 2.0}})
+    line = line_of("reward, last 10 steps", a, b)
+    assert (line.text(1), line.difference(1), line.verdict(1)) == ("\N{EN DASH}", "", "")
+
+
+def test_only_the_keys_that_differ_are_listed(tmp_path):
+    a = make(tmp_path / "a", {}, {"run": {"steps": 3, "seed": 0}, "train": {"lr": 1e-5}, "eval": {}})
+    b = make(tmp_path / "b", {}, {"run": {"steps": 4, "seed": 0}, "train": {"lr": 1e-5, "ranks": 2}, "eval": {}})
+    assert differing_keys([read_run(a), read_run(b)]) == [("run.steps", ["3", "4"]), ("train.ranks", ["not set", "2"])]
+
+
+def test_fates_come_from_the_ledger_or_from_the_metrics(tmp_path):
+    run = LongRun(tmp_path / "a")
+    run.start()
+    run.finish(run.issue(3))
+    run.write()
+    b = make(tmp_path / "b", rewards(0.5, **{"fate/issued": 7.0, "fate/in_flight": 2.0}))
+    assert [value.number for value in line_of("groups issued", tmp_path / "a", b).values] == [3, 7]
+    assert [value.number for value in line_of("groups open", tmp_path / "a", b).values] == [3, 2]
+
+
+def test_lines_of_different_lengths_share_the_axis(tmp_path):
+    runs = [read_run(make(tmp_path / "a", rewards(0.1, 0.2))), read_run(make(tmp_path / "b", rewards(*[0.5] * 5)))]
+    reward = next(chart for chart in by_step(runs, ["a", "b"]) if chart.title == "Reward")
+    assert list(reward.x) == [1, 2, 3, 4, 5]
+    assert list(reward.series[0].values[:2]) == [0.1, 0.2]
+    assert all(math.isnan(value) for value in reward.series[0].values[2:])
+
+
+def test_time_without_a_process_shows_on_the_axis_of_time(tmp_path):
+    run = LongRun(tmp_path / "a")
+    run.start()
+    names = run.issue(2)
+    run.finish(names)
+    run.step(1, names[:1])
+    run.checkpoint(1, pause=0)
+    run.clock.go(5000)
+    run.start(1)
+    run.step(2, names[1:])
+    runs = [read_run(run.write())]
+    reward = next(chart for chart in by_time(runs, ["a"]) if chart.title == "Reward")
+    assert reward.x_name == "minutes"
+    assert reward.x[-1] - reward.x[0] == pytest.approx(5010 / 60)
+
+
+def test_long_runs_are_thinned_to_one_grid(tmp_path):
+    a = make(tmp_path / "a", rewards(*[0.1] * 1000))
+    chart = next(c for c in by_step([read_run(a)], ["a"]) if c.title == "Reward")
+    assert len(chart.x) == MOST_POINTS
+    assert np.allclose(chart.series[0].values, 0.1)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30, unique=True), st.booleans())
+def test_no_value_leaves_the_range_of_its_run(x, bridge):
+    places = np.sort(np.array(x))
+    values = np.sin(places)
+    found = np.array(on_grid(places, values, np.linspace(-10, 110, 50), bridge=bridge))
+    known = found[np.isfinite(found)]
+    assert len(known)
+    assert values.min() - 1e-9 <= known.min() <= known.max() <= values.max() + 1e-9
+
+
+def test_hostile_names_and_values_stay_text(tmp_path):
+    a = make(tmp_path / "<b>x</b>", rewards(0.1), {"model": {"path": HOSTILE}, HOSTILE: 1})
+    b = make(tmp_path / "y", rewards(0.2))
+    page = page_of(a, b)
+    assert "b" not in {tag for tag, _ in page.tags}
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    assert "\u202e" not in page.words
+
+
+def test_the_command_prints_the_numbers_and_the_path(tmp_path, capsys):
+    make(tmp_path / "one" / "run", rewards(0.1), {"run": {"seed": 0}})
+    make(tmp_path / "two" / "run", rewards(0.4), {"run": {"seed": 1}})
+    words = ["report", str(tmp_path / "one" / "run"), str(tmp_path / "two" / "run"), "--out", str(tmp_path / "c.html")]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "+0.300" in printed
+    assert "run.seed" in printed
+    assert printed.strip().endswith(str(tmp_path / "c.html"))
+    assert str(tmp_path / "two" / "run") in printed, "two runs of one name are told apart by their paths"
+
+
+def test_one_run_can_go_elsewhere_too(tmp_path, capsys):
+    run = make(tmp_path / "run", rewards(0.1))
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    assert not (run / "report.html").exists()
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    run = make(tmp_path / "run", rewards(0.1))
+    with pytest.raises(report.ReportError, match="is not a directory"):
+        report.write_comparison([run, tmp_path / "absent"])
+    with pytest.raises(report.ReportError, match="given twice"):
+        report.write_comparison([run, tmp_path / "." / "run"])
+    many = [make(tmp_path / f"r{i}", {}) for i in range(8)]
+    with pytest.raises(report.ReportError, match="8 runs are given; between 2 and 7"):
+        report.write_comparison(many)
+    with pytest.raises(report.ReportError, match="cannot be written"):
+        report.write_comparison(many[:2], out=tmp_path / "absent" / "page.html")
+
+
+def test_text_of_runs_without_anything(tmp_path):
+    runs = [read_run(make(tmp_path / "a", {})), read_run(make(tmp_path / "b", {}))]
+    assert to_text(runs) == "None of these runs has logged a step."
