@@ -16,6 +16,7 @@ Between the rules themselves: the last test.
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ from .conftest import bits, normal
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="pip install ml_dtypes")
 gfloat = pytest.importorskip("gfloat", reason="pip install gfloat")
-pytest.importorskip("torchao", reason="pip install torchao")
 
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="pip install torchao (see docs/quant.md)")
 SCALARS = settings(deadline=None, max_examples=40)
 
 
@@ -113,6 +114,7 @@ def torchao_mx(values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Ten
     return bits(codes), bits(scale)
 
 
+@needs_torchao
 @SCALARS
 @given(values=matrices(), name=st.sampled_from(["mxfp8/floor", "mxfp8/even", "mxfp4/floor", "mxfp4/even"]))
 def test_mx_by_floor_and_even_is_that_of_torchao(values: torch.Tensor, name: str):
@@ -123,6 +125,7 @@ def test_mx_by_floor_and_even_is_that_of_torchao(values: torch.Tensor, name: str
     assert torch.equal(bits(ours.codes)[has_exponent], codes[has_exponent])
 
 
+@needs_torchao
 @SCALARS
 @given(values=matrices(), name=st.sampled_from(["mxfp8/rceil", "mxfp4/rceil"]))
 def test_mx_by_rceil_is_that_of_torchao_except_at_its_two_defects(values: torch.Tensor, name: str):
@@ -137,6 +140,7 @@ def test_mx_by_rceil_is_that_of_torchao_except_at_its_two_defects(values: torch.
     assert torch.equal(bits(ours.codes)[spread], codes[spread])
 
 
+@needs_torchao
 def test_torchao_takes_the_wrong_exponent_just_above_powers_of_two():
     values = torch.zeros(512, 32)
     above = torch.tensor(448.0) * torch.exp2(torch.arange(-64.0, 64.0).repeat(4))
@@ -147,6 +151,7 @@ def test_torchao_takes_the_wrong_exponent_just_above_powers_of_two():
     assert (torchao_mx(values, "mxfp8/rceil")[1] != ours).sum() > 50
 
 
+@needs_torchao
 def test_torchao_loses_blocks_whose_exponent_is_zero():
     values = torch.full((1, 32), 2.0**-130)
     assert get_format("mxfp8/rceil").fake_quantize(values)[0, 0] == 2.0**-130
@@ -154,6 +159,7 @@ def test_torchao_loses_blocks_whose_exponent_is_zero():
     assert (int(scale[0]), int(codes[0])) == (0, 0)
 
 
+@needs_torchao
 @SCALARS
 @given(values=matrices(), rule=st.sampled_from(["torchao2", "1level"]))
 def test_nvfp4_by_torchaos_rules_is_that_of_torchao(values: torch.Tensor, rule: str):
@@ -168,6 +174,7 @@ def test_nvfp4_by_torchaos_rules_is_that_of_torchao(values: torch.Tensor, rule: 
     assert torch.equal(bits(ours.codes), bits(codes))
 
 
+@needs_torchao
 def test_torchao_makes_nan_of_a_tensor_of_zeros():
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
@@ -211,6 +218,7 @@ def three_products_of_torchao(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor)
     return [y.detach(), x.grad, w.grad]
 
 
+@needs_torchao
 @settings(deadline=None, max_examples=15)
 @given(
     tokens=st.sampled_from([32, 64, 96]),

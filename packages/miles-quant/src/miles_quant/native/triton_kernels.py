@@ -4,6 +4,7 @@ Before its first use on a device each kernel is compared with that code on a mat
 torch keeps doing the work, and that is said once.
 """
 
+# pyright: reportInvalidTypeForm=false
 from __future__ import annotations
 
 import logging
