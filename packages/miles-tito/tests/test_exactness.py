@@ -177,3 +177,66 @@ def test_other_tools_are_another_root():
     history = normalize([*grown.histories[1], {"role": "user", "content": "q"}])
     assert grown.session.plan(history).match.node is not None
     assert grown.session.plan(history, tools=[tool]).match.node is None
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}},
+}
+CALLS = {
+    "Kimi-K2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:3<|tool_call_argument_begin|>"
+        '{"word":"ox"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+        "## Return of functions.look_up:3\ncattle",
+    ),
+    "gpt-oss": (
+        '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"word": "ox"}<|call|>',
+        '<|start|>functions.look_up to=assistant<|channel|>commentary<|message|>"cattle"<|end|><|start|>assistant',
+    ),
+    "GLM-4.5": (
+        "\n<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>ox</arg_value>\n</tool_call><|observation|>",
+        "\n<tool_response>\ncattle\n</tool_response><|assistant|>",
+    ),
+    "Inkling": (
+        '<|message_model|>look_up<|content_invoke_tool_json|>{"name":"look_up","args":{"word":"ox"}}<|end_message|>'
+        "<|content_model_end_sampling|>",
+        "<|message_tool|>look_up<|content_text|>cattle<|end_message|>",
+    ),
+    "DeepSeek-V4": (
+        'hm</think>\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="word" string="true">'
+        "ox</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls><｜end▁of▁sentence｜>",
+        "<｜User｜><tool_result>cattle</tool_result><｜Assistant｜><think>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tool_result_stands_behind_the_sampled_call_as_the_model_knows_it(name: str):
+    """Under the model's own name or id for the call, whatever id the client was given."""
+    joiner = joiner_of(name)
+    sampled, result = CALLS[name]
+    session = Session("s", joiner, max_context=4096)
+    user = {"role": "user", "content": "What is an ox?"}
+    plan = session.plan([user], tools=[TOOL])
+    turn = session.begin(plan, session.encode(plan), rid="r0")
+    ids = joiner.tokenizer.encode(sampled)
+    turn.reader.feed(ids)
+    turn.reader.finish()
+    node = session.commit(
+        turn,
+        Generation(
+            output_ids=ids,
+            logprobs=np.full(len(ids), -1.0, np.float32),
+            versions=one_version(len(ids), 1),
+            finish_reason=FinishReason.STOP,
+        ),
+    )
+    assert node.finish_reason is FinishReason.TOOL_CALLS
+    (call,) = node.message["tool_calls"]
+    assert call["function"] == {"name": "look_up", "arguments": {"word": "ox"}}
+    assert call["id"].startswith("call_")
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "cattle"}
+    plan = session.plan(normalize([user, node.message, answer]), tools=[TOOL])
+    assert plan.match.node is node
+    appended = joiner.tokenizer.decode(session.encode(plan), keep=joiner.tokenizer.control_ids)
+    assert result in appended, appended

@@ -332,6 +332,8 @@ class Joiner:
         self, messages: Sequence[Message], setting: Setting, tools: Tools, *, generation_prompt: bool = True
     ) -> str:
         variables = setting.variables
+        if self.family.channels == "harmony":  # its template fails on a tool without a description
+            tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
         if self.family.texts:
             variables = {**variables, **self.family.texts(self.tokenizer.guard(tools), variables)}
         messages = [
