@@ -203,8 +203,9 @@ CALLS = {
         "<|message_tool|>look_up<|content_text|>cattle<|end_message|>",
     ),
     "DeepSeek-V4": (
-        'hm</think>\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="word" string="true">'
-        "ox</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls><｜end▁of▁sentence｜>",
+        'hm</think>\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n'
+        '<｜DSML｜parameter name="word" string="true">ox</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls><｜end▁of▁sentence｜>",
         "<｜User｜><tool_result>cattle</tool_result><｜Assistant｜><think>",
     ),
 }
