@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles_tito.errors import MilesError
@@ -98,8 +98,8 @@ def _play(seed: int, config: Config, faults: Sequence[Fault], root: Path, plant:
         starts=len(ends),
         events=sum(end.events for end in ends),
         occasions=ends[0].occasions,
-        problems=tuple(problems),
-        story=_story(evidence, problems) or next((end.trace for end in ends if end.trace), ""),
+        problems=tuple(replace(problem, text=problem.text.replace(str(root), "RUN")) for problem in problems),
+        story=(_story(evidence, problems) or ends[-1].trace).replace(str(root), "RUN") if problems else "",
     )
 
 
