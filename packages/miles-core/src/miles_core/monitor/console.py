@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .remarks import Remarks
 from .summary import RunSummary, format_seconds
 
 HEADER_EVERY = 20
@@ -43,12 +44,14 @@ class ConsoleMonitor:
         self._total = total_steps
         self._eta = Eta(total_steps, clock=clock)
         self._rows = 0
+        self._remarks = Remarks()
         self._progress: Progress | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         left = self._eta.update(step)
+        remarks = self._remarks.about(metrics)
         if self._plain:
-            self._console.print(plain_row(step, self._total, metrics, left), soft_wrap=True)
+            self._console.print(" | ".join([plain_row(step, self._total, metrics, left), *remarks]), soft_wrap=True)
             return
         if self._progress is None:
             self._progress = self._start_progress()
@@ -56,12 +59,15 @@ class ConsoleMonitor:
             self._console.print(_header())
         self._rows += 1
         self._console.print(_row(step, metrics))
+        for remark in remarks:
+            self._console.print(Text(f"{'':>5}  {remark}", style="yellow"), soft_wrap=True)
         self._progress.update(TaskID(0), completed=step, left=f"{format_seconds(left)} left")
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         lag = metrics.get("eval/lag_steps", 0)
-        later = f" | {lag:.0f} steps later" if lag else ""
-        self._console.print(plain_row(step, self._total, metrics, math.nan) + later, soft_wrap=True)
+        later = [f"{lag:.0f} steps later"] if lag else []
+        row = [plain_row(step, self._total, metrics, math.nan), *later, *self._remarks.about(metrics)]
+        self._console.print(" | ".join(row), soft_wrap=True)
 
     def rewind(self, step: int) -> None:
         self._eta.restart()
