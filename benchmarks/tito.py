@@ -117,11 +117,14 @@ class Client:
 
 async def rows_of_latency(server: str, engine: str, http: aiohttp.ClientSession, tok: Tokenizer) -> list[Row]:
     rows: list[Row] = []
+    pid = await pid_of(server, http)
     for name, size in CONTEXTS.items():
         client = Client(http, await open_session(server, http), text_of(tok, size))
         turns = 30 if size > 10_000 else 100
         await client.turn()
+        cpu = cpu_seconds(pid)
         through = [await client.turn() for _ in range(turns)]
+        cpu = (cpu_seconds(pid) - cpu) / turns * 1000
         body = json.dumps({"rid": "x", "input_ids": [1234] * size, "sampling_params": {}}).encode()
         direct: list[float] = []
         for _ in range(turns):
@@ -129,6 +132,7 @@ async def rows_of_latency(server: str, engine: str, http: aiohttp.ClientSession,
             async with http.post(f"{engine}/generate", data=body) as response:
                 await response.read()
             direct.append(time.perf_counter() - began)
+        rows.append(Row(what=f"server's CPU for a turn at {name}", value=cpu, unit="ms"))
         for quantile in (50, 99):
             added = (float(np.percentile(through, quantile)) - float(np.percentile(direct, quantile))) * 1000
             limit = TARGET_ADDED_MS.get(name) if quantile == 50 else None
@@ -146,8 +150,7 @@ async def rows_of_latency(server: str, engine: str, http: aiohttp.ClientSession,
 
 async def rows_of_throughput(server: str, http: aiohttp.ClientSession, tok: Tokenizer) -> list[Row]:
     rows: list[Row] = []
-    async with http.get(f"{server}/health") as response:
-        pid: int = (await response.json())["pid"]
+    pid = await pid_of(server, http)
     for count in (1, 8, 64):
         context = text_of(tok, 700)
         turns = max(16, 256 // count // 16 * 16)
@@ -207,6 +210,11 @@ async def rows_of_collection(server: str, http: aiohttp.ClientSession, tok: Toke
 async def open_session(server: str, http: aiohttp.ClientSession) -> dict[str, Any]:
     async with http.post(f"{server}/sessions", json={}) as response:
         return await response.json()
+
+
+async def pid_of(server: str, http: aiohttp.ClientSession) -> int:
+    async with http.get(f"{server}/health") as response:
+        return (await response.json())["pid"]
 
 
 def cpu_seconds(pid: int) -> float:

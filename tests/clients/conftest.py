@@ -34,8 +34,15 @@ Run = Callable[..., dict[str, Any]]
 def run_agent(clients: Path) -> Run:
     """Plays a task with an agent; what the session recorded."""
 
-    def run(agent: str, play: str, *more: str, **options: Any) -> dict[str, Any]:
-        asked = {"agent": agent, "play": play, "clients": str(clients), "more": more, "options": options}
+    def run(agent: str, play: str, *more: str, fail_at: int | None = None, **options: Any) -> dict[str, Any]:
+        asked: dict[str, Any] = {
+            "agent": agent,
+            "play": play,
+            "clients": str(clients),
+            "more": more,
+            "options": options,
+        }
+        asked["fail_at"] = fail_at
         command = ["unshare", "--map-root-user", "--net", sys.executable, str(HERE / "stage.py"), json.dumps(asked)]
         paths = [str(HERE.parents[1] / "packages" / "miles-tito" / "tests"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

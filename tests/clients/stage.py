@@ -43,7 +43,7 @@ async def main(asked: dict[str, Any]) -> dict[str, Any]:
         folder = Path(name)
         tokenizer = write_tokenizer(folder / "tokenizer")
         async with contextlib.AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(engine_at(tokenizer, asked["play"]))
+            engine = await stack.enter_async_context(engine_at(tokenizer, asked))
             server = await stack.enter_async_context(server_at(engine, tokenizer, folder))
             http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30))
             opened = (await http.post(f"{server}/sessions", json={})).json()
@@ -78,9 +78,10 @@ async def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def engine_at(tokenizer: Path, play: str) -> AsyncIterator[str]:
+async def engine_at(tokenizer: Path, asked: dict[str, Any]) -> AsyncIterator[str]:
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(engine_app(load_tokenizer(tokenizer), PLAYS[play]), ready=url.set_result))
+    app = engine_app(load_tokenizer(tokenizer), PLAYS[asked["play"]], fail_at=asked["fail_at"])
+    task = asyncio.create_task(serve(app, ready=url.set_result))
     try:
         yield await url
     finally:

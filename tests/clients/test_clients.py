@@ -52,6 +52,17 @@ def test_opencode_makes_a_file_and_its_title_call_is_left_out(run_agent: Run):
     assert [entry["why"] for entry in result["dropped"]] == ["title: the picker left it out."]
 
 
+@pytest.mark.parametrize("agent", ["claude", "codex", "opencode"])
+def test_an_engine_that_fails_once_costs_no_turn_and_adds_none(agent: str, run_agent: Run):
+    result = run_agent(agent, agent, fail_at=1 if agent == "opencode" else 0)
+    assert result["file"] == "hello"
+    assert sorted(kind for kind in kinds(result) if kind != "title") == ["root", "turn"]
+    assert result["num_discarded"] == 1
+    [sample] = result["samples"]
+    assert sample["text"].endswith(CREATED)
+    check_all_trained_once(result)
+
+
 @pytest.mark.parametrize("agent", ["claude", "codex"])
 def test_a_sub_agent_is_a_trajectory_of_its_own_that_names_its_caller(agent: str, run_agent: Run):
     result = run_agent(agent, f"{agent}-subagent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -17,11 +18,18 @@ Rule = Callable[[str], str]
 """The model's reply to a whole prompt, both as text."""
 
 
-def engine_app(tokenizer: Tokenizer, rule: Rule) -> Starlette:
-    """The application; streams answer in three cumulative chunks, as SGLang does."""
+def engine_app(tokenizer: Tokenizer, rule: Rule, *, fail_at: int | None = None) -> Starlette:
+    """The application; streams answer in three cumulative chunks, as SGLang does.
+
+    Args:
+        fail_at: the call, counted from 0, that is answered with status 500.
+    """
+    calls = itertools.count()
 
     async def generate(request: Request) -> Response:
         body = await request.json()
+        if next(calls) == fail_at:
+            return JSONResponse({"error": {"message": "out of memory"}}, status_code=500)
         prompt = await asyncio.to_thread(tokenizer.decode, body["input_ids"], keep=tokenizer.control_ids)
         ids = [*tokenizer.encode(rule(prompt)).tolist(), tokenizer.eos_ids[0]]
         if not body.get("stream"):
