@@ -57,10 +57,20 @@ class LongRun:
         return names
 
     def finish(
-        self, names: Sequence[str], *, version: int = 0, error: str | None = None, buffered: bool = True
+        self,
+        names: Sequence[str],
+        *,
+        version: int = 0,
+        error: str | None = None,
+        buffered: bool = True,
+        seconds: float = 0.0,
     ) -> None:
+        """
+        Args:
+            seconds: that each episode took.
+        """
         for i, name in enumerate(names):
-            group = self._group(name, version, error)
+            group = self._group(name, version, error, seconds)
             place = self._spools[i % len(self._spools)].append(group)
             self.ledger.finished(replace(summarize(group), metadata={"spool": (place.file, place.offset)}))
             if buffered:
@@ -132,11 +142,11 @@ class LongRun:
             (self.path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return self.path
 
-    def _group(self, name: str, version: int, error: str | None) -> Group:
-        episodes = [self._episode(name, i, version, error) for i in range(self._group_size)]
+    def _group(self, name: str, version: int, error: str | None, seconds: float) -> Group:
+        episodes = [self._episode(name, i, version, error, seconds) for i in range(self._group_size)]
         return Group(id=name, prompt_id=f"p-{name}", episodes=tuple(episodes))
 
-    def _episode(self, name: str, index: int, version: int, error: str | None) -> Episode:
+    def _episode(self, name: str, index: int, version: int, error: str | None, seconds: float) -> Episode:
         mask = np.array([i >= TOKENS - SAMPLED for i in range(TOKENS)])
         told = Trajectory(
             id=f"{name}-{index}.0:0",
@@ -154,6 +164,7 @@ class LongRun:
             error=error,
             trajectories=() if error else (told,),
             finished_at=self.clock(),
+            seconds=seconds,
         )
 
 
@@ -202,7 +213,7 @@ def play(path: Path, *, steps: int = 30, hostile: str = "") -> Path:
             run.start(committed)
             step = committed
             run.clock.go(20)
-            run.finish([g.id for g in run.ledger.open_groups() if g.address is None], version=step)
+            run.finish([g.id for g in run.ledger.open_groups() if g.address is None], version=step, seconds=3)
         elif step == steps - 3 and not lost:
             lost = True
             run.clock.go(3)

@@ -149,7 +149,7 @@ def test_many_workers_share_the_last_lane(tmp_path):
     assert lanes[-1] == "25 more workers"
 
 
-def test_heat_of_a_worker_is_what_it_ran_from_the_last_issue_to_the_end(tmp_path):
+def test_heat_of_a_group_that_was_issued_again_is_when_its_episodes_ran(tmp_path):
     run = LongRun(tmp_path, workers=1)
     run.start()
     names = run.issue(2)
@@ -158,13 +158,13 @@ def test_heat_of_a_worker_is_what_it_ran_from_the_last_issue_to_the_end(tmp_path
     run.clock.go(50)
     run.start(0)
     run.clock.go(50)
-    run.finish(names)
+    run.finish(names, seconds=40)
     run.clock.go(50)
     run.issue()
     (lane,) = read_run(run.write()).timeline().lanes
     bins = len(lane.heat)
-    assert not lane.heat[: bins // 2 - 1].any(), "what ran before was lost with its process"
-    assert lane.heat[bins // 2 + 2 : bins * 3 // 4 - 2] == pytest.approx(1.0)
+    assert not lane.heat[: bins * 11 // 20 - 1].any(), "what ran before was lost, and the new process had to start"
+    assert lane.heat[bins * 11 // 20 + 2 : bins * 3 // 4 - 2] == pytest.approx(1.0)
     assert not lane.heat[bins * 3 // 4 + 2 :].any()
 
 

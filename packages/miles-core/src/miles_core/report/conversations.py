@@ -72,8 +72,9 @@ def episode(shown: Shown, tokenizer: Any, *, is_open: bool = False) -> str:
     facts = [f"sampled by {sampled_by}", shown.fate, shown.label, tokens, str(told.outcome).replace("_", " ")]
     error = f'<p class="note">{safe(told.error)}</p>' if told.error else ""
     strips = "".join(f'<div class="strip">{token_strip(t, tokenizer)}</div>' for t in told.trajectories)
+    siblings = f", one of {shown.siblings} siblings" if shown.siblings > 1 else ""
     return (
         f"<details{' open' if is_open else ''}><summary><strong>{reward}</strong> "
-        f"{' · '.join(safe(fact) for fact in facts if fact)}<small>prompt {safe(told.prompt_id)}, one of "
-        f"{shown.siblings} siblings</small></summary>{error}{strips}</details>"
+        f"{' · '.join(safe(fact) for fact in facts if fact)}<small>prompt {safe(told.prompt_id)}{siblings}</small>"
+        f"</summary>{error}{strips}</details>"
     )

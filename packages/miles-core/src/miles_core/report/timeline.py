@@ -49,8 +49,12 @@ class Timeline:
 def read_groups(db: sqlite3.Connection, course: Course) -> dict[str, Spans]:
     """Worker -> from issue to end of each group that it finished."""
     ends = {start.number: start.end for start in course.starts}
+    # What a start issues again waits for its engines; when it really ran, its episodes know.
     again: dict[int, float | None] = dict(
-        db.execute("SELECT number, max(at) FROM changes WHERE what = 'reissued' GROUP BY number")
+        db.execute(
+            "SELECT number, min(finished_at - seconds) FROM episodes "
+            "WHERE number IN (SELECT number FROM changes WHERE what = 'reissued') GROUP BY number"
+        )
     )
     files: dict[int, str] = dict(db.execute("SELECT segment, file FROM segments"))
     spans: dict[int, list[tuple[float, float]]] = {}

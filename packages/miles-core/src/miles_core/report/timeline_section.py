@@ -31,8 +31,9 @@ def timeline_section(timeline: Timeline | None) -> str:
         f'<div class="cursor"></div></div>{_marks(timeline)}</div>{_ticks(timeline)}</figure>'
     )
     note = (
-        f"The darker, the busier. A column is {format_seconds(width)}: for workers the groups that ran at once, of the "
-        "most that any worker ran; for all others the share of the time. Lines are starts, orange ones went back."
+        f"The stronger the colour, the busier. A column is {format_seconds(width)}: for workers the groups that ran at "
+        "once, of the most that any worker ran; for all others the share of the time. Lines are starts, orange ones "
+        "went back."
     )
     return section("Timeline", note, f'<div class="card">{figure}</div>')
 
