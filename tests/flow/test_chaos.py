@@ -29,7 +29,7 @@ from miles_core.monitor import JsonlMonitor
 from miles_core.spool import SpoolWriter
 from miles_rollout.buffer import GroupBuffer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(420)
 
 SEEDS = 200
 
@@ -41,7 +41,7 @@ def miles_chaos(*words: str, hash_seed: str = "0") -> tuple[int, list[dict[str, 
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
