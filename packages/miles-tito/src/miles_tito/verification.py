@@ -28,6 +28,7 @@ from .probe import Finding, called, message_forms, probe_template, said, takes_r
 from .records import FinishReason, Message
 from .session import Session
 from .tokenizer import Tokenizer, load_tokenizer
+from .tree import Node
 
 _NOW = datetime(2026, 1, 2, 3, 4)
 _WHITESPACE = {"plain": "{}", "edge whitespace": " \n\t{} \n\n"}
@@ -129,7 +130,7 @@ def _play(joiner: Joiner, steps: Sequence[_Step], setting: Setting) -> str | Non
     session = Session("verify", joiner, max_context=2**30, now=_NOW)
     messages: list[Message] = []
     client: Message | None = None
-    last = None
+    last: Node | None = None
     for number, step in enumerate(steps):
         appended = step.appended(client)
         messages += appended
@@ -137,9 +138,8 @@ def _play(joiner: Joiner, steps: Sequence[_Step], setting: Setting) -> str | Non
         if plan.match.node is not last:
             return f"turn {number} repeats a reply that is not found again; the session would fork."
         ids = session.encode(plan)
-        problem = _lost(joiner, appended, ids) or _controls(
-            joiner, plan.messages, plan.match.num_messages, ids, setting
-        )
+        new = plan.messages[plan.match.num_messages :]
+        problem = _lost(joiner, appended, ids) or _controls(joiner, new, ids, setting, behind=last)
         if problem:
             return f"turn {number}: {problem}"
         turn = session.begin(plan, ids, rid=f"v{number}")
@@ -169,19 +169,21 @@ def _lost(joiner: Joiner, appended: Sequence[Message], ids: np.ndarray) -> str |
     return f"messages of role {', '.join(lost)} are not in the prompt." if lost else None
 
 
-def _controls(joiner: Joiner, messages: Sequence[Message], known: int, ids: np.ndarray, setting: Setting) -> str | None:
+def _controls(
+    joiner: Joiner, messages: Sequence[Message], ids: np.ndarray, setting: Setting, *, behind: Node | None
+) -> str | None:
     """Control tokens that the same prompt does not have when its messages hold none as text."""
     tokenizer = joiner.tokenizer
-    controls = sorted(tokenizer.control_ids)
-    if not any(tokenizer.has_control_text(message["content"]) for message in messages[known:]):
+    if not any(tokenizer.has_control_text(message["content"]) for message in messages):
         return None
     bland = [{**m, "content": tokenizer.without_control_text(m["content"])} for m in messages]
-    setting = Setting(tools=setting.tools, variables=setting.variables, now=_NOW)
-    reply = messages[known - 1] if known else None
-    plain = joiner.extend(bland[known:], setting, reply=reply) if known else joiner.start(bland, setting)
+    if behind is None:
+        plain = joiner.start(bland, setting)
+    else:
+        plain = joiner.extend(bland, setting, last=int(behind.completion_ids[-1]), reply=behind.replay)
+    controls = sorted(tokenizer.control_ids)
     extra = int(np.isin(ids, controls).sum()) - int(np.isin(plain, controls).sum())
-    # A truncated reply's close token is in one of the two alone.
-    return f"{extra} control tokens come out of message text." if extra > 0 else None
+    return f"{extra} control tokens come out of message text." if extra else None
 
 
 def _matrix(joiner: Joiner) -> Iterator[Finding]:
