@@ -79,6 +79,22 @@ def test_what_is_better_and_what_is_noise(tmp_path):
     assert line_of("seconds a step", a, b).difference(1) == "same"
 
 
+def test_each_dataset_has_its_line_and_its_chart(tmp_path):
+    scores = {"eval/score": 0.5, "eval/maths/score": 0.4, "eval/maths/score_low": 0.3, "eval/maths/score_high": 0.5}
+    a = make(tmp_path / "a", rewards(0.5, **scores, **{"eval/code/score": 0.6}))
+    b = make(tmp_path / "b", rewards(0.5, **{"eval/score": 0.5}))
+    assert line_of("held-out score: maths", a, b).text(0) == "0.400 [0.300, 0.500]"
+    assert line_of("held-out score: code", a, b).difference(1) == ""
+    titles = [chart.title for chart in by_step([read_run(a), read_run(b)], ["a", "b"])]
+    assert titles[:3] == ["Held-out score", "Held-out score: maths", "Held-out score: code"]
+
+
+def test_supervised_runs_compare_by_their_loss(tmp_path):
+    a, b = (make(tmp_path / name, {1: {"loss/nll": loss}}) for name, loss in (("a", 2.0), ("b", 1.0)))
+    line = line_of("nats a token to imitate, last 10 steps", a, b)
+    assert (line.difference(1), line.verdict(1)) == ("\N{MINUS SIGN}1.000 (\N{MINUS SIGN}50 %)", "better")
+
+
 def test_shares_differ_in_points():
     line = Line(name="busy", values=[Value(number=0.8), Value(number=0.6)], show=percent, better="up")
     assert (line.text(1), line.difference(1), line.verdict(1)) == ("60 %", "\N{MINUS SIGN}20 points", "worse")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,9 @@ LAST = 10
 
 NOISE = 0.02
 """Relative differences up to this are neither better nor worse."""
+
+MOST_DATASETS = 8
+_DATASET = re.compile(r"eval/.+/score")
 
 Better = Literal["up", "down", ""]
 
@@ -84,8 +88,10 @@ class Line:
 def lines(runs: Sequence[RunData]) -> list[Line]:
     """The final numbers; those that no run knows are left out."""
     found = [
-        _line(runs, "held-out score", _score, _fixed, "up"),
-        _line(runs, f"reward, last {LAST} steps", _reward, _fixed, "up"),
+        _line(runs, "held-out score", _score(), _fixed, "up"),
+        *(_line(runs, f"held-out score: {name}", _score(f"{name}/"), _fixed, "up") for name in datasets(runs)),
+        _line(runs, f"reward, last {LAST} steps", _recent("reward/mean"), _fixed, "up"),
+        _line(runs, f"nats a token to imitate, last {LAST} steps", _recent("loss/nll"), _fixed, "down"),
         _line(runs, "steps", lambda run: Value(number=run.rows[-1]["step"] if run.rows else math.nan), _whole),
         _line(runs, "wall time", _wall, format_seconds),
         _line(runs, "seconds a step", _mean("time/step"), format_number, "down"),
@@ -101,6 +107,12 @@ def lines(runs: Sequence[RunData]) -> list[Line]:
         _line(runs, "groups open", _fate("in_flight"), _whole),
     ]
     return [line for line in found if any(math.isfinite(value.number) for value in line.values)]
+
+
+def datasets(runs: Sequence[RunData]) -> list[str]:
+    """Held-out datasets with scores of their own, in the order in which they came."""
+    found = dict.fromkeys(name for run in runs for row in run.rows for name in row if _DATASET.fullmatch(name))
+    return [name.split("/", 1)[1].removesuffix("/score") for name in found][:MOST_DATASETS]
 
 
 def differing_keys(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
@@ -144,20 +156,29 @@ def _line(
     return Line(name=name, values=[value(run) for run in runs], show=show, better=better)
 
 
-def _score(run: RunData) -> Value:
-    """The last held-out score, with its 95 % interval."""
-    rows = [row for row in run.rows if math.isfinite(row.get("eval/score", math.nan))]
-    if not rows:
-        after = run.summary.eval_after if run.summary else None
-        return Value(number=math.nan if after is None else after)
-    last = rows[-1]
-    low, high = last.get("eval/score_low", math.nan), last.get("eval/score_high", math.nan)
-    return Value(number=last["eval/score"], low=low, high=high)
+def _score(dataset: str = "") -> Callable[[RunData], Value]:
+    """The last held-out score, with its 95 % interval where it has one."""
+    name = f"eval/{dataset}score"
+
+    def value(run: RunData) -> Value:
+        rows = [row for row in run.rows if math.isfinite(row.get(name, math.nan))]
+        if not rows:
+            return Value(number=math.nan)
+        last = rows[-1]
+        low, high = last.get(f"{name}_low", math.nan), last.get(f"{name}_high", math.nan)
+        return Value(number=last[name], low=low, high=high)
+
+    return value
 
 
-def _reward(run: RunData) -> Value:
-    known = [row["reward/mean"] for row in run.rows if math.isfinite(row.get("reward/mean", math.nan))][-LAST:]
-    return Value(number=math.fsum(known) / len(known) if known else math.nan)
+def _recent(name: str) -> Callable[[RunData], Value]:
+    """The mean of the last steps."""
+
+    def value(run: RunData) -> Value:
+        known = [row[name] for row in run.rows if math.isfinite(row.get(name, math.nan))][-LAST:]
+        return Value(number=math.fsum(known) / len(known) if known else math.nan)
+
+    return value
 
 
 def _wall(run: RunData) -> Value:

@@ -88,11 +88,11 @@ def steps_down(rows: Sequence[tuple[Share, bool]], *, total: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`0 %`, `0.04 %`, `3.1 %`, `97 %`."""
+    """`0 %`, `<0.1 %`, `3.1 %`, `97 %`."""
     value = 100 * share
     if value == 0 or value >= 10:
         return f"{value:.0f} %"
-    return f"{value:.1f} %" if value >= 0.1 else f"{value:.2g} %"
+    return f"{value:.1f} %" if value >= 0.1 else "<0.1 %"
 
 
 def count(number: float) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .chart import Chart, Series
+from .compare import datasets
 from .read import RunData
 
 MOST_POINTS = 200
@@ -38,6 +39,7 @@ _CHARTS = (
     _Drawn(title="Held-out score", note="With 95 % intervals.", metric="eval/score", low="eval/score_low",
            high="eval/score_high", wide=True),
     _Drawn(title="Reward", note="Mean of the episodes trained in each step.", metric="reward/mean", wide=True),
+    _Drawn(title="Demonstrations", note="Mean negative log-probability of the tokens to imitate.", metric="loss/nll"),
     _Drawn(title="Episode length", note="Sampled tokens of an episode, mean.", metric="episode/tokens", floor=0),
     _Drawn(title="Staleness", note="Versions between an episode's oldest token and the weights that it trains, mean.",
            metric="staleness/mean", floor=0),
@@ -71,8 +73,21 @@ def _charts(
     grid = _grid(places)
     if not len(grid):
         return []
-    charts = [_chart(drawn, runs, labels, places, grid, x_name) for drawn in _CHARTS]
+    first, *others = _CHARTS
+    scores = [_of_dataset(name) for name in datasets(runs)]
+    charts = [_chart(drawn, runs, labels, places, grid, x_name) for drawn in (first, *scores, *others)]
     return [chart for chart in charts if not chart.is_empty()]
+
+
+def _of_dataset(name: str) -> _Drawn:
+    score = f"eval/{name}/score"
+    return _Drawn(
+        title=f"Held-out score: {name}",
+        note="With 95 % intervals.",
+        metric=score,
+        low=f"{score}_low",
+        high=f"{score}_high",
+    )
 
 
 def _chart(
