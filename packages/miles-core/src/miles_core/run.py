@@ -6,6 +6,7 @@ run directory ─▶ Ray ─▶ RLRun or SftRun ─▶ summary ─▶ report
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -101,8 +102,9 @@ def _cancel_on_signals() -> None:
         for other in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(other)
             signal.signal(other, signal.SIG_DFL)
-        print(f"\n{number.name}: stopping; once more to end at once", file=sys.stderr, flush=True)
         task.cancel()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\n{number.name}: stopping; once more to end at once", file=sys.stderr, flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
