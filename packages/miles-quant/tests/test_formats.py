@@ -144,6 +144,13 @@ def test_stored_tensors_restore_to_the_same_bytes(name: str):
         format.restore(missing)
 
 
+def test_a_shape_that_compressed_tensors_wrote_as_int64_is_read_too():
+    format = get_format("int4_g32/miles")
+    stored = format.store(format.quantize(normal(32, 256)))
+    read = format.restore({**stored, "weight_shape": stored["weight_shape"].long()})
+    assert read.shape == (32, 256)
+
+
 @pytest.mark.parametrize("name", ["fp8_tensor/te", "nvfp4/te", "nvfp4/te_4o6_MAE", "nvfp4/modelopt"])
 def test_a_shared_maximum_takes_the_place_of_the_matrix_own(name: str):
     format = get_format(name)

@@ -140,6 +140,7 @@ class Format(ABC):
         missing = [part.suffix for part in self.parts if part.suffix not in tensors]
         if missing:
             raise QuantError(f"{self.name} stores {[p.suffix for p in self.parts]}; {missing} are not there.")
+        tensors = {suffix: t.int() if t.dtype == torch.int64 else t for suffix, t in tensors.items()}  # shapes
         for part in self.parts:
             if tensors[part.suffix].dtype != part.dtype:
                 raise QuantError(
