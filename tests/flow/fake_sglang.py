@@ -38,6 +38,13 @@ class FakeSGLang(FakeEngine):
         status, facts = super().do_server_info(body)
         return status, facts | {"version": list(SUPPORTED)[-1]}
 
+    def do_ready(self, body: dict[str, Any]) -> tuple[int, Any]:
+        is_ready = self._open.is_set() and not self.is_starting
+        return (HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE), ""
+
+    def do_health_generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return self.do_ready(body)
+
     def do_pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
         self._open.clear()
         return super().do_pause_generation(body)

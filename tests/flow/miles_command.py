@@ -145,6 +145,9 @@ class Command:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
+    def is_driver(self, pid: int) -> bool:
+        return pid == self._process.pid
+
     def processes(self) -> list[psutil.Process]:
         """Everything that carries the mark and still runs."""
         found: list[psutil.Process] = []
