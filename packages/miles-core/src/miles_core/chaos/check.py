@@ -218,14 +218,21 @@ def _nothing_is_lost_to_its_length(run: Evidence) -> Iterator[Problem]:
     if rollout.stragglers != "wait":
         return
     issued = run.rows("SELECT group_id, prompt_id, fate, is_retry_due, retry_of FROM groups ORDER BY number")
-    again = {retry_of for *_, retry_of in issued}
+    again = {retry_of: group for group, *_, retry_of in issued if retry_of is not None}
     for group, _, fate, is_due, _ in issued:
         if fate == Fate.STALE and not is_due and group not in again:
             yield Problem(text=f"Group {group} was discarded for its age, and its prompt with it.", group=group)
     if rollout.max_staleness:
         return
-    lost = {Fate.FILTERED, Fate.FAILED}
-    first = [prompt for _, prompt, fate, _, retry_of in issued if retry_of is None and fate not in lost]
+
+    def became(group: str) -> str:
+        """The fate of the last group that ran its prompt in its place."""
+        while group in again:
+            group = again[group]
+        return run.fates[group]
+
+    lost = (Fate.FILTERED, Fate.FAILED)
+    first = [prompt for group, prompt, *_, retry_of in issued if retry_of is None and became(group) not in lost]
     due = Counter(first[: run.config.run.steps * rollout.groups_per_step])
     missing = due - Counter(prompt for *_, prompt in run.final.groups)
     too_late = Counter(prompt for _, prompt, fate, _, retry_of in issued if retry_of and fate == Fate.ABORTED)

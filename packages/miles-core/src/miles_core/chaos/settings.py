@@ -38,6 +38,8 @@ def draw_config(seed: int) -> Config:
         partial=dice.choice(["train", "mask"]),
         filter=dice.choice(["nonzero_spread", "no_filter"]),
         retries=dice.randint(0, 1),
+        failure_policy=dice.choice(["keep", "drop", "retry"]),
+        group_retries=dice.randint(0, 2),
     )
     config = Config(
         run=RunConfig(name="chaos", steps=dice.randint(4, MOST_STEPS), seed=seed),
