@@ -12,6 +12,8 @@ from .errors import RequestError
 from .images import read_part
 from .records import Message
 
+_encode = msgspec.json.Encoder().encode
+
 ROLES = ("system", "user", "assistant", "tool")
 _FIELDS = {
     "system": {"name"},
@@ -45,7 +47,7 @@ def message_key(message: Message) -> bytes:
     else:
         images = [[image["at"], image["digest"]] for image in message.get("images", [])]
         plain = [role, message["content"], message.get("name"), *([images] if images else [])]
-    return hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).digest()
+    return _encode(plain)
 
 
 def call_prefix(rid: str) -> str:

@@ -125,7 +125,7 @@ class Session:
         setting = Setting(tools=tools, variables=dict(variables or {}), now=self.now)
         # Another list of tools stands at the top of the prompt: nothing recorded can be continued.
         seed = value_key([list(setting.tools), dict(setting.variables), hints.agent])
-        split = tuple(self._split_reasoning(message) for message in messages)
+        split = tuple(self._split_reasoning(m) if m["role"] == "assistant" else m for m in messages)
         return Plan(messages=split, setting=setting, match=self._tree.match(split, seed), hints=hints)
 
     def num_ids(self, plan: Plan, prompt_ids: np.ndarray) -> int:
@@ -349,9 +349,7 @@ class Session:
     def _split_reasoning(self, message: Message) -> Message:
         """Some clients replay reasoning inside the content, between its marks."""
         marks = self.joiner.family.reasoning
-        if message["role"] != "assistant" or marks is None or "reasoning_content" in message:
-            return message
-        if not message["content"].lstrip().startswith(marks[0]):
+        if marks is None or "reasoning_content" in message or not message["content"].lstrip().startswith(marks[0]):
             return message
         parser = TurnParser(self.joiner.family, tools=False)
         parser.feed(message["content"])
