@@ -8,7 +8,8 @@ import time
 import pytest
 from long_run import LongRun, finish_run, play
 from miles_core import report
-from miles_core.report.evaluations import chart
+from miles_core.report import book
+from miles_core.report.evaluations import chart, read_evaluations
 from miles_core.report.happenings import LATEST
 from miles_core.report.read import read_run
 from miles_rollout.fates import Fate
@@ -41,6 +42,26 @@ def test_a_run_that_goes_on_is_read_while_it_writes(tmp_path):
     assert "open: in the buffer1 group" in page.words
     assert "Discarded rollouts" not in page.words
     assert running
+
+
+def test_all_sections_tell_of_one_moment_of_a_run_that_goes_on(tmp_path, monkeypatch):
+    run = LongRun(tmp_path)
+    run.start()
+    run.issue()
+
+    def meanwhile(db):
+        run.issue(5)
+        run.ledger.event("engine", "http://e", "healthy → dead")
+        return read_evaluations(db)
+
+    monkeypatch.setattr(book, "read_evaluations", meanwhile)
+    read = book.read_book(tmp_path, [])
+    assert read is not None
+    assert (read.fates.issued, [h.kind for h in read.happenings.latest]) == (1, ["start"])
+    monkeypatch.undo()
+    again = book.read_book(tmp_path, [])
+    assert again is not None
+    assert (again.fates.issued, len(again.happenings.latest)) == (6, 2)
 
 
 def test_a_run_without_a_ledger_has_the_timeline_of_its_metrics_alone(make_run):

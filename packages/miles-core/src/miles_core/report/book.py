@@ -45,6 +45,7 @@ def read_book(run: Path, notes: list[str]) -> Book | None:
     trajectories = run / "trajectories"
     try:
         with reading(run / LEDGER) as db:
+            db.execute("BEGIN")  # all of it tells of one moment, whatever the run writes meanwhile
             course, fates = read_course(db), read_fates(db)
             return Book(
                 course=course,
