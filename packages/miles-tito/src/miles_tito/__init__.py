@@ -42,6 +42,7 @@ from .summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
 if TYPE_CHECKING:
     from .client import SessionClient
     from .engine import SGLangEngine
+    from .layouts import to_slime, to_trl, to_verl
     from .probe import Finding, probe_template
     from .server import create_app
     from .session import Session
@@ -50,14 +51,17 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Finding": "probe",
+    "Report": "verification",
     "SGLangEngine": "engine",
     "Session": "session",
     "SessionClient": "client",
     "Tokenizer": "tokenizer",
     "create_app": "server",
     "load_tokenizer": "tokenizer",
-    "Report": "verification",
     "probe_template": "probe",
+    "to_slime": "layouts",
+    "to_trl": "layouts",
+    "to_verl": "layouts",
     "verify": "verification",
 }
 """Names whose modules load more than records need."""
@@ -111,5 +115,8 @@ __all__ = [
     "probe_template",
     "summarize",
     "to_samples",
+    "to_slime",
+    "to_trl",
+    "to_verl",
     "verify",
 ]

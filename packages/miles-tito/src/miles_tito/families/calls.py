@@ -51,26 +51,7 @@ def read_invoke(text: str, schemas: Schemas) -> Calls:
 
 def read_dsml(text: str, schemas: Schemas) -> Calls:
     """`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">…`, as DeepSeek writes it from V3.2 on."""
-    calls: list[ToolCall] = []
-    for name, body in _blocks(text, _DSML_INVOKE) or [("", "")]:
-        direct = _json(body)
-        if isinstance(direct, dict):
-            calls.append(ToolCall(name, cast("dict[str, Any]", direct)))
-            continue
-        arguments: dict[str, Any] = {}
-        for attributes, value in _blocks(body, _DSML_PARAMETER) or ([] if not body.strip() else [("", "")]):
-            key, is_string = _DSML_ATTRIBUTES.fullmatch(attributes), False
-            if key is None or key[1] in arguments:
-                return None
-            is_string = key[2] == "true"
-            decoded = value if is_string else _json(value)
-            if decoded is None and not is_string and value.strip() != "null":
-                return None
-            arguments[key[1]] = decoded
-        if not name:
-            return None
-        calls.append(ToolCall(name, arguments))
-    return calls
+    return _all([_dsml_call(name, body) for name, body in _blocks(text, _DSML_INVOKE) or []])
 
 
 def read_pairs(text: str, schemas: Schemas) -> Calls:
@@ -86,23 +67,12 @@ def read_pairs(text: str, schemas: Schemas) -> Calls:
 
 def read_kimi(text: str, schemas: Schemas) -> Calls:
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…`."""
-    calls: list[ToolCall | None] = []
-    for native, body in _blocks(text, _KIMI) or [("", "")]:
-        name, arguments = _KIMI_ID.fullmatch(native.strip()), _json(body)
-        call = isinstance(arguments, dict) and name
-        calls.append(ToolCall(name[1], cast("dict[str, Any]", arguments), native.strip()) if name and call else None)
-    return _all(calls)
+    return _all([_kimi_call(native.strip(), body) for native, body in _blocks(text, _KIMI) or []])
 
 
 def read_deepseek(text: str, schemas: Schemas) -> Calls:
     """`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…` (V3.1), or with a type and a fence (V3, R1)."""
-    calls: list[ToolCall | None] = []
-    for head, body in _blocks(text, _DEEPSEEK) or [("", "")]:
-        fenced = _FENCED.fullmatch(body) if head == "function" else None
-        name, arguments = (fenced[1], fenced[2]) if fenced else (head.strip(), body)
-        value = _json(arguments)
-        calls.append(ToolCall(name, cast("dict[str, Any]", value)) if name and isinstance(value, dict) else None)
-    return _all(calls)
+    return _all([_deepseek_call(head, body) for head, body in _blocks(text, _DEEPSEEK) or []])
 
 
 HERMES = CallFormat(open="<tool_call>", close="</tool_call>", read=read_json)
@@ -167,20 +137,46 @@ def _blocks(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str]] | None
     return None if text[at:].strip() or not found else found
 
 
+def _dsml_call(name: str, body: str) -> ToolCall | None:
+    direct = _json(body)
+    if isinstance(direct, dict):
+        return ToolCall(name, cast("dict[str, Any]", direct))
+    parameters = _blocks(body, _DSML_PARAMETER) if body.strip() else []
+    arguments: dict[str, Any] = {}
+    for attributes, value in parameters or []:
+        match = _DSML_ATTRIBUTES.fullmatch(attributes)
+        decoded = value if match and match[2] == "true" else _json(value)
+        if match is None or match[1] in arguments or (decoded is None and value.strip() != "null"):
+            return None
+        arguments[match[1]] = decoded
+    return None if parameters is None else ToolCall(name, arguments)
+
+
+def _kimi_call(native: str, body: str) -> ToolCall | None:
+    name, arguments = _KIMI_ID.fullmatch(native), _json(body)
+    if name is None or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name[1], cast("dict[str, Any]", arguments), native)
+
+
+def _deepseek_call(head: str, body: str) -> ToolCall | None:
+    fenced = _FENCED.fullmatch(body) if head == "function" else None
+    name, text = (fenced[1], fenced[2]) if fenced else (head.strip(), body)
+    arguments = _json(text)
+    return ToolCall(name, cast("dict[str, Any]", arguments)) if name and isinstance(arguments, dict) else None
+
+
 def _xml_block(
     text: str, schemas: Schemas, block: re.Pattern[str], parameter: re.Pattern[str], *, trim_lines: bool = False
 ) -> Calls:
-    calls: list[ToolCall] = []
-    for name, body in _blocks(text, block) or [("", "")]:
+    calls: list[ToolCall | None] = []
+    for name, body in _blocks(text, block) or []:
         pairs = _blocks(body, parameter) if body.strip() else []
-        if not name or pairs is None:
-            return None
-        values = [(key, _one_line_less(value) if trim_lines else value) for key, value in pairs]
+        values = [(key, _one_line_less(value) if trim_lines else value) for key, value in pairs or []]
         arguments = {key: _typed(value, schemas.get(name), key) for key, value in values}
-        if len(arguments) < len(pairs):
-            return None
-        calls.append(ToolCall(name, arguments))
-    return calls
+        is_whole = pairs is not None and len(arguments) == len(pairs)
+        calls.append(ToolCall(name, arguments) if is_whole else None)
+    return _all(calls)
 
 
 def _one_line_less(value: str) -> str:
