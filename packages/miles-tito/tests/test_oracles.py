@@ -155,3 +155,126 @@ def test_the_engines_own_parser_reads_the_same(name: str, arguments: list[dict[s
     content, calls = oracle(name, ("<think>" if opened else "") + text)
     got = read(joiner_of(name), text, in_reasoning=opened)
     assert (got["content"].strip(), calls_of(got)) == (content, calls)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@settings(max_examples=10, deadline=None)
+@given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=2), sizes=st.lists(st.integers(1, 9), max_size=40))
+def test_a_reply_reads_the_same_in_any_pieces(name: str, arguments: list[dict[str, Any]], sizes: list[int]):
+    text, opened = written(name, reply_of(name, arguments, thought="hm"))
+    family = joiner_of(name).family
+    parser = (
+        ChannelParser(GRAMMARS[family.channels], tools=True)
+        if family.channels
+        else TurnParser(family, tools=True, in_reasoning=opened, schemas=SCHEMAS)
+    )
+    rest = text
+    for size in [*sizes, len(text)]:
+        parser.feed(rest[:size])
+        rest = rest[size:]
+    parser.finish()
+    assert parser.message("c") == read(joiner_of(name), text, in_reasoning=opened)
+
+
+MALFORMED = [
+    ("Qwen3.5", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>"),
+    ("Qwen3.5", "<tool_call>\n<function=f>\nsurely\n</function>\n</tool_call>"),
+    (
+        "Qwen3.5",
+        "<tool_call>\n<function=f>\n<parameter=a>1</parameter><parameter=a>2</parameter></function>\n</tool_call>",
+    ),
+    ("Qwen3.5", "<tool_call>\n<function=f>\n</function>"),
+    ("GLM-4.5", "<tool_call>two words\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    ("GLM-4.5", "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>"),
+    ("GLM-4.5", "<tool_call></tool_call>"),
+    ("Kimi-K2", "<|tool_calls_section_begin|>nothing<|tool_calls_section_end|>"),
+    (
+        "Kimi-K2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+    ),
+    (
+        "Kimi-K2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>[1]<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+    ),
+    ("DeepSeek-V4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\noops\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'),
+    (
+        "DeepSeek-V4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a">1</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    ),
+    (
+        "DeepSeek-V4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">one'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    ),
+    ("MiniMax-M2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1\n</invoke>\n</minimax:tool_call>'),
+    ("Mistral", "[TOOL_CALLS]f[ARGS]{"),
+    ("Mistral", "[TOOL_CALLS]f{}"),
+    ("Mistral", '[TOOL_CALLS][{"name": "f"}, 3]'),
+    ("Llama-3.1", '{"name": "f", "parameters": {}} and more'),
+    ("Llama-3.1", '{"answer": 3}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED)
+def test_what_is_not_exactly_a_block_of_calls_stays_text(name: str, text: str):
+    assert read(joiner_of(name), f"so\n{text}" if name != "Llama-3.1" else text) == {
+        "role": "assistant",
+        "content": f"so\n{text}" if name != "Llama-3.1" else text,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{oops<|call|>",
+        '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"word": "o',
+    ],
+)
+def test_a_malformed_harmony_call_stays_text(text: str):
+    message = read(joiner_of("gpt-oss"), text)
+    assert "tool_calls" not in message
+    assert message["content"] in text
+    assert message["content"].startswith("{")
+
+
+def test_a_call_ends_reasoning_that_was_not_closed():
+    """As engines read it; a malformed one leaves the reasoning as it is."""
+    call = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
+    message = read(joiner_of("Qwen3"), f"<think>\nhm {call}")
+    assert (message["reasoning_content"], message["content"], calls_of(message)) == ("hm", "", [["look_up", {}]])
+    message = read(joiner_of("Qwen3"), "<think>\nI could write <tool_call>x</tool_call> here.\n</think>\n\nno")
+    assert message["reasoning_content"] == "I could write <tool_call>x</tool_call> here."
+    assert message["content"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("schema", "written_as", "value"),
+    [
+        ({"type": "string"}, "3", "3"),
+        ({"type": "integer"}, "3", 3),
+        ({"type": "integer"}, "three", "three"),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "true", True),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "3", "3"),
+        ({"anyOf": [{"type": "integer"}, {"type": "boolean"}]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "3", "3"),
+        ({"enum": ["3", "4"]}, "3", "3"),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": "object"}, '{"a": [null]}', {"a": [None]}),
+        ({}, "3", "3"),
+        (None, "3", "3"),
+    ],
+)
+def test_values_without_types_get_those_of_the_tools_schema(schema: Any, written_as: str, value: Any):
+    schemas = {"f": {"type": "object", "properties": {} if schema is None else {"a": schema}}}
+    parser = TurnParser(joiner_of("MiniMax-M2").family, tools=True, schemas=schemas)
+    parser.feed(f'<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">{written_as}</parameter>\n</invoke>\n')
+    parser.feed("</minimax:tool_call>")
+    parser.finish()
+    assert calls_of(parser.message("c")) == [["f", {"a": value}]]
