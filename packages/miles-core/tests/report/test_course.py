@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from long_run import SAMPLED, LongRun, play
 from miles_core.ledger import reading
-from miles_core.report.course import Cover, read_course
+from miles_core.report.course import Course, Cover, Start, Step, read_course
 from miles_core.report.effective import split_time
 from miles_core.report.fates import read_fates
 from miles_core.report.read import read_run
@@ -237,3 +237,41 @@ def test_rows_without_seconds_leave_the_time_between_steps_to_other(tmp_path):
     assert split.seconds["start-up"] == pytest.approx(7)
     assert split.ratio == 0
     assert not math.isnan(split.wall)
+
+
+@st.composite
+def courses(draw) -> Course:
+    """Starts and steps at any times, in order or not: clocks are set back, and steps recorded late."""
+    moments = st.floats(0, 1000, allow_nan=False)
+    starts = [
+        Start(number=i, at=at, from_step=i or None, is_in_place=draw(st.booleans()), returned=0, end=at + draw(moments))
+        for i, at in enumerate(draw(st.lists(moments, min_size=1, max_size=4)))
+    ]
+    steps = [
+        Step(
+            version=i,
+            start=start,
+            at=draw(moments),
+            seconds=draw(moments),
+            is_live=draw(st.booleans()),
+            committed_at=None,
+            has_checkpoint=False,
+        )
+        for i, start in enumerate(sorted(draw(st.lists(st.integers(0, len(starts) - 1), max_size=8))))
+    ]
+    return Course(
+        starts=starts,
+        steps=steps,
+        evaluations=draw(intervals),
+        pauses=draw(intervals),
+        losses=sorted(draw(st.lists(moments, max_size=3))),
+    )
+
+
+@given(courses())
+def test_no_kind_of_time_is_negative_and_none_is_counted_twice(course):
+    split = split_time(course, [{"step": 1.0, "time/checkpoint": 50.0, "time/step": 1.0}])
+    assert all(value >= 0 for value in split.seconds.values())
+    ends = [start.at for start in course.starts[1:]] + [course.starts[-1].end]
+    spans = [max(end - start.at, 0) for start, end in zip(course.starts, ends, strict=True)]
+    assert split.wall == pytest.approx(sum(spans), abs=1e-6)

@@ -96,7 +96,7 @@ def _of_start(
     start: Start, following: Start | None, steps: Sequence[Step], losses: Sequence[float]
 ) -> Iterator[tuple[float, float, str, int]]:
     reached, kind, last = start.at, "start-up", 0
-    limit = following.at if following else start.end
+    limit = max(following.at if following else start.end, start.at)  # the machine's clock may have been set back
     for step in steps:
         began, ended = (min(max(moment, reached), limit) for moment in (step.began, step.at))
         yield reached, began, kind, last
