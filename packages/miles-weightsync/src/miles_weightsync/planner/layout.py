@@ -154,7 +154,9 @@ def _check(spec: ShardSpec, *, first: ShardSpec, rank: int) -> None:
 
 def _spec(data: object, where: str) -> ShardSpec:
     fields = _fields(data, {"name", "global_shape", "dtype", "box"}, where)
-    shape = tuple(_int(size, f"{where}.global_shape") for size in _list(fields["global_shape"], f"{where}.global_shape"))
+    shape = tuple(
+        _int(size, f"{where}.global_shape") for size in _list(fields["global_shape"], f"{where}.global_shape")
+    )
     spans = [_list(span, f"{where}.box") for span in _list(fields["box"], f"{where}.box")]
     if bad := [span for span in spans if len(span) != 2]:
         raise ShardError(f"{where}.box: every dimension needs [start, stop], got {bad[0]}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
 from ..layout import Box  # noqa: TID252
@@ -265,14 +265,13 @@ class _Reader:
 
     def texts(self, key: str) -> list[str]:
         value = self._config.get(key)
-        return [str(item) for item in value] if isinstance(value, list) else []  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return [str(item) for item in cast("list[object]", value)] if isinstance(value, list) else []
 
     def fp8_block(self) -> int | None:
-        quantised = self._config.get("quantization_config")
-        if not isinstance(quantised, dict):
+        found = self._config.get("quantization_config")
+        quantised = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+        edges = quantised.get("weight_block_size")
+        if quantised.get("quant_method") != "fp8" or not isinstance(edges, list):
             return None
-        match quantised:  # pyright: ignore[reportUnknownVariableType]
-            case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if rows == columns:
-                return rows
-            case _:
-                return None
+        rows, *rest = cast("list[object]", edges)
+        return rows if isinstance(rows, int) and rest == [rows] else None

@@ -1,7 +1,7 @@
-"""The copy planner: what is held × what is needed → the fewest bytes, sent by the least loaded replica.
+"""The copy planner: what is held x what is needed → the fewest bytes, sent by the least loaded replica.
 
 ```
- every needed tensor ─▶ held boxes × needed boxes ─▶ pieces (once per way of cutting) ─▶ one copy per needing rank
+ every needed tensor ─▶ held boxes x needed boxes ─▶ pieces (once per way of cutting) ─▶ one copy per needing rank
                                                                      one holder: it sends │ several: largest piece
                                                                                           ▼ first, least loaded sends
 ```

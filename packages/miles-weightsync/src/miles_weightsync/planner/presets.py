@@ -2,7 +2,7 @@
 
 Shapes are those of the published Hugging Face configs: `Qwen/Qwen3-235B-A22B`, `deepseek-ai/DeepSeek-V3`,
 `moonshotai/Kimi-K2-Instruct`, `zai-org/GLM-5` (the second and the last are also the defaults of transformers'
-`DeepseekV3Config` and `GlmMoeDsaConfig`). The DeepSeek and Kimi checkpoints are FP8 with 128 × 128 block scales.
+`DeepseekV3Config` and `GlmMoeDsaConfig`). The DeepSeek and Kimi checkpoints are FP8 with 128 x 128 block scales.
 Pipeline stages are cut so that every stage has about the same number of MoE layers: a longer stage sends more per rank
 whatever a planner does.
 """
@@ -111,10 +111,9 @@ def _deepseek_v3() -> Preset:
     return Preset(
         Megatron(model=DEEPSEEK_V3, tp=8, pp=4, ep=32, dp=4, layers_per_stage=(17, 15, 15, 14)),
         SGLang(
-            model=DEEPSEEK_V3, engines=4, tp=32, dp=32, ep=32, dp_lm_head=True, replicate_dense_mlp=True,
-            replicate_shared_experts=True, draft=True,
+            model=DEEPSEEK_V3, engines=8, tp=16, dp=4, ep=16, dp_lm_head=True, replicate_shared_experts=True, draft=True
         ),
-        "FP8; 128 ranks TP8 PP4 EP32 → 4 engines of 32 ranks, DP attention, EP32, MTP draft",
+        "FP8; 128 ranks TP8 PP4 EP32 → 8 engines of TP16 EP16, DP4 attention, MTP draft",
     )  # fmt: skip
 
 

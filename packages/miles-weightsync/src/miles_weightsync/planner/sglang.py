@@ -1,9 +1,9 @@
 """What the ranks of SGLang engines need, and where it lies in their parameters.
 
-Read in SGLang 0.5.23 (`srt/`): `layers/linear.py` (column-parallel layers keep rows, row-parallel ones columns; KV heads
-are replicated when there are more ranks than heads), `layers/vocab_parallel_embedding.py` (rows padded to 64, or 64 ×
+Read in SGLang 0.5.23 (`srt/`): `layers/linear.py` (column-parallel layers keep rows, row-parallel ones columns; KV
+heads are replicated when there are more ranks than heads), `layers/vocab_parallel_embedding.py` (rows padded to 64, or 64 x
 ranks), `layers/moe/fused_moe_triton/layer.py` (`w13` stacks gate above up for each expert; ranks are expert-parallel
-group × tensor-parallel rank inside it; a fused shared expert is one more slot on every rank), `models/qwen3_moe.py`,
+group x tensor-parallel rank inside it; a fused shared expert is one more slot on every rank), `models/qwen3_moe.py`,
 `glm4_moe.py`, `deepseek_v2.py`, `deepseek_common/deepseek_weight_loader.py` (`q_a` and `kv_a` fused along rows),
 `deepseek_nextn.py` (draft layer), `runtime_context.py` (rank arithmetic), `configs/update_config.py` (CPU padding).
 """

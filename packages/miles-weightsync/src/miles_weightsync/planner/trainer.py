@@ -1,4 +1,4 @@
-"""What trainer ranks hold: FSDP2 (flat and hybrid), whole Hugging Face copies, Megatron TP × PP × EP × DP."""
+"""What trainer ranks hold: FSDP2 (flat and hybrid), whole Hugging Face copies, Megatron TP x PP x EP x DP."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Megatron:
     ep: int = 1
     etp: int = 1
     dp: int = 1
-    """Data × context parallel ranks: all of them hold the same dense weights."""
+    """Data x context parallel ranks: all of them hold the same dense weights."""
     layers_per_stage: tuple[int, ...] | None = None
     """None: as even as possible, the longer stages first. Draft layers belong to the last stage besides."""
     ranks_per_host: int = 8
@@ -163,7 +163,7 @@ class Megatron:
                 starts = [(index * groups + group) * rows for group in range(groups)]
                 return [self._cut(tensor, 0, start, start + rows) for start in starts]
             case "embed" | "head":
-                rows = -(-shape[0] // (128 * tp)) * 128  # Megatron pads the vocabulary to a multiple of 128 × tp
+                rows = -(-shape[0] // (128 * tp)) * 128  # Megatron pads the vocabulary to a multiple of 128 x tp
                 return [self._cut(tensor, 0, index * rows, (index + 1) * rows)]
             case "head_columns" | "mlp_columns" | "shared_columns" | "expert_columns":
                 size = divided(shape[1], tp, what=tensor.name)

@@ -1,0 +1,7 @@
+"""`python -m miles_weightsync`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
