@@ -13,6 +13,7 @@ from miles_tito import RequestError, Sampling, Session, Tokenizer
 from miles_tito.dialects.base import TurnRequest
 from miles_tito.dialects.chat import ChatDialect
 from miles_tito.families import choose_family
+from miles_tito.families.parser import TextPiece
 from miles_tito.hints import Hints
 from miles_tito.live import Answer, LiveSession
 from miles_tito.merge import Joiner
@@ -66,6 +67,36 @@ async def test_a_turn_goes_on_as_long_as_anybody_waits(tokenizer: Tokenizer, ope
             pass
         go.set()
         assert (await running.result()).message["content"] == "one"
+
+
+async def test_a_reader_that_was_busy_when_the_turn_ended_still_sees_the_end(
+    tokenizer: Tokenizer, open_live: Callable[..., LiveSession]
+):
+    running = await open_live().start(ask("q"), ScriptedEngine(["one two"], tokenizer=tokenizer))
+    text = ""
+    with running.attached():
+        async with asyncio.timeout(10):
+            async for pieces in running.pieces():
+                await running.result()
+                text += "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+    assert text == "one two"
+
+
+async def test_a_stream_that_waits_for_its_engine_gives_signs_of_life(
+    tokenizer: Tokenizer, open_live: Callable[..., LiveSession], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("miles_tito.live._QUIET_S", 0.001)
+    go = asyncio.Event()
+    engine = ScriptedEngine(["one"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
+    running = await open_live().start(ask("q"), engine)
+    seen: list[int] = []
+    with running.attached():
+        async for pieces in running.pieces():
+            seen.append(len(pieces))
+            if len(seen) == 3:
+                go.set()
+    assert seen[:3] == [0, 0, 0]
+    assert sum(seen) > 0
 
 
 async def test_a_deadline_ends_running_turns_and_keeps_the_record(

@@ -83,7 +83,7 @@ class TurnAnswer:
         await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
         await write(self._writer.opening())
         async for pieces in self._answer.pieces():
-            await write(self._writer.pieces(pieces))
+            await write(self._writer.pieces(pieces) if pieces else self._writer.ping())
         try:
             node = await self._answer.result()
         except MilesError as error:

@@ -23,6 +23,8 @@ from .metrics import Metrics
 from .session import Plan, Session, Turn
 from .tree import Node
 
+_QUIET_S = 15.0
+"""Silence of the engine after which a stream says that it is still there, as in a pause for new weights."""
 _THREAD_FROM_CHARS = 20_000
 """Text from which encoding moves to a thread, so that it does not hold up other sessions."""
 
@@ -38,7 +40,7 @@ class Answer(Protocol):
         ...
 
     def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What was sampled, as it comes, from the beginning."""
+        """What was sampled, as it comes, from the beginning; nothing now and then while nothing comes."""
         ...
 
     @property
@@ -136,13 +138,17 @@ class RunningTurn:
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         seen = 0
         while True:
-            done = self._task.done()
+            news, done = self._news, self._task.done()  # before the yield, during which both may change
             if seen < len(self._pieces):
                 fresh, seen = self._pieces[seen:], len(self._pieces)
                 yield fresh
             if done:
                 return
-            await self._news.wait()
+            try:
+                async with asyncio.timeout(_QUIET_S):
+                    await news.wait()
+            except TimeoutError:
+                yield []
 
     @property
     def has_failed(self) -> bool:

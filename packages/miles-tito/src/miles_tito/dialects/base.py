@@ -70,6 +70,10 @@ class AnswerWriter(Protocol):
         """Events for what was sampled since."""
         ...
 
+    def ping(self) -> bytes:
+        """A sign of life that changes nothing."""
+        ...
+
     def closing(self, ending: Ending) -> bytes:
         """The last events."""
         ...
@@ -106,6 +110,10 @@ def openai_error(problem: RequestError) -> dict[str, Any]:
     }
     kind = kinds.get(problem.status, "server_error")
     return {"error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code}}
+
+
+PING = b": still at work\n\n"
+"""A comment among server-sent events."""
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -14,7 +14,7 @@ from miles_tito.messages import normalize
 from miles_tito.records import FinishReason, Message, Sampling
 
 from . import fields
-from .base import AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
+from .base import PING, AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -112,6 +112,9 @@ class ChatWriter:
 
     def pieces(self, pieces: Sequence[Piece]) -> bytes:
         return b"".join(self._event([_choice(self._delta(piece), None)]) for piece in pieces)
+
+    def ping(self) -> bytes:
+        return PING
 
     def closing(self, ending: Ending) -> bytes:
         last = self._event([_choice({}, ending.finish)])

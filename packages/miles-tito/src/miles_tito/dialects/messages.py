@@ -112,6 +112,9 @@ class MessagesWriter:
     def pieces(self, pieces: Sequence[Piece]) -> bytes:
         return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._text(piece) for piece in pieces)
 
+    def ping(self) -> bytes:
+        return _event("ping")
+
     def closing(self, ending: Ending) -> bytes:
         return (
             self._close()

@@ -17,7 +17,7 @@ from miles_tito.messages import normalize
 from miles_tito.records import FinishReason, Message, Sampling
 
 from . import fields
-from .base import AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
+from .base import PING, AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
 from .responses_input import Names, read_input, read_tools
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -110,6 +110,9 @@ class ResponsesWriter:
 
     def pieces(self, pieces: Sequence[Piece]) -> bytes:
         return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._more(piece) for piece in pieces)
+
+    def ping(self) -> bytes:
+        return PING
 
     def closing(self, ending: Ending) -> bytes:
         last = self._close()
