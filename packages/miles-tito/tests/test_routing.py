@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from miles_tito import RecordError, Session, Tokenizer, WireError
+from miles_tito.cli import main
 from miles_tito.families import choose_family
 from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.merge import Joiner
@@ -289,3 +291,15 @@ async def test_a_session_carries_rows_from_turn_to_turn(tokenizer: Tokenizer):
     assert lacking.tolist() == [ends[1] - 4, ends[1] - 3, ends[1] - 2, ends[2] - 1]
     told = np.flatnonzero(trajectory.routed_mask)
     assert trajectory.routed_experts[told, 0, 0].tolist() == (told % 256).tolist()
+
+
+def test_experts_of_a_dense_model_cannot_be_recorded(
+    tmp_path: Path, write_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+):
+    folder = write_tokenizer(tmp_path)
+    asked = ["serve", "--engine", "http://127.0.0.1:1", "--tokenizer", str(folder), "--routed-experts"]
+    assert main(asked) == 1
+    assert "no `config.json` to read the experts' layers from" in capsys.readouterr().err
+    (folder / "config.json").write_text('{"num_hidden_layers": 2, "max_position_embeddings": 64}')
+    assert main(asked) == 1
+    assert "has no experts by its config.json" in capsys.readouterr().err
