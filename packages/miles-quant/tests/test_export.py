@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_quant import QuantError, Recipe, differing, quantize_shards, with_digests
+from miles_quant import QuantError, Recipe, differing, quantize_shards, round_shards, with_digests
 from miles_quant.export.shards import PackedShard
 
 from .conftest import Shard, bits, normal
@@ -102,6 +102,17 @@ def test_gate_and_up_share_one_maximum_and_others_do_not():
     assert scales[UP] != scales[down]
     expected = recipe.spec.quantize(tensors[UP], amax=recipe.spec.amax(tensors[GATE]))
     assert torch.equal(stored[UP], expected.codes)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "int4"])
+def test_rounded_shards_hold_the_values_of_the_packed_ones_under_the_plain_names(format: str):
+    recipe, tensor = Recipe(format=format, only=()), normal(64, 128)
+    norm = whole("model.norm.weight", normal(64))
+    shards = [norm, whole(UP, tensor)]
+    rounded = list(round_shards(lambda: shards, recipe))
+    assert [shard[:4] for shard in rounded] == [shard[:4] for shard in shards]
+    assert rounded[0].tensor is norm.tensor
+    assert torch.equal(rounded[1].tensor, recipe.spec.fake_quantize(tensor))
 
 
 def test_what_the_recipe_keeps_passes_through_untouched():

@@ -10,7 +10,7 @@ from miles_quant import QuantError, QuantLinear, Recipe, convert, get_format, lo
 from miles_quant.nn.matmul import Scheme, round_activation, train_linear
 
 from .conftest import normal
-from .tiny_models import KINDS, build, empty_like, export, logits, save, token_ids
+from .tiny_models import KINDS, build, empty_like, export, logits, rounded, save, token_ids
 
 TRAINED = ("fp8", "fp8_128x128/te_pow2", "fp8_tensor/te", "mxfp8", "mxfp4", "nvfp4", "nvfp4_4o6", "int4")
 
@@ -105,6 +105,19 @@ def test_parameters_and_their_names_stay_as_they_were():
     assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
     assert type(model.lm_head) is torch.nn.Linear
     assert "format=fp8_128x128/div" in repr(model.model.layers[0].self_attn.q_proj)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "int4"])
+def test_with_plain_activations_the_trainer_computes_what_a_model_of_rounded_weights_computes(format: str):
+    """The contract with an engine that is fed dequantised weights, whatever it runs on."""
+    model, ids = build("dense", dtype=torch.float32), token_ids(2, 24)
+    recipe = Recipe(format=format, only=(), quantize_activations=False)
+    engine = empty_like(model)
+    engine.load_state_dict(rounded(model, recipe))
+    prepare_model(model, recipe)
+    assert torch.equal(logits(model, ids), logits(engine, ids))
+    model(ids).logits.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_kept_layers_compute_in_full_precision():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from miles_quant import PackedShard, Recipe, quantize_shards
+from miles_quant import Recipe, quantize_shards, round_shards
 from miles_quant.nn.prepare import named_matrices
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -58,12 +58,19 @@ def save(model: Any, path: Path) -> Path:
 
 def export(model: Any, recipe: Recipe) -> dict[str, torch.Tensor]:
     """What a weight push brings: whole tensors under their stored names."""
-    shards = [
+    return {shard.name: shard.tensor for shard in quantize_shards(lambda: shards_of(model), recipe)}
+
+
+def rounded(model: Any, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """What a push to an engine without codes brings."""
+    return {shard.name: shard.tensor for shard in round_shards(lambda: shards_of(model), recipe)}
+
+
+def shards_of(model: Any) -> list[Shard]:
+    return [
         Shard(name, (*matrix.shape,), str(matrix.dtype), tuple((0, n) for n in matrix.shape), matrix.detach())
         for name, matrix in named_matrices(model).items()
     ]
-    packed: list[PackedShard] = list(quantize_shards(lambda: shards, recipe))
-    return {shard.name: shard.tensor for shard in packed}
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

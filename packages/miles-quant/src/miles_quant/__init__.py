@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .checkpoints.dequantize import dequantize
     from .checkpoints.job import FolderReport
     from .export.digest import Digest, differing, with_digests
-    from .export.shards import PackedShard, quantize_shards
+    from .export.shards import PackedShard, quantize_shards, round_shards
     from .formats.registry import get_format
     from .formats.spec import Format, QuantizedTensor
     from .formats.swizzle import swizzle_scales, unswizzle_scales
@@ -46,6 +46,7 @@ __all__ = [
     "quantization_config",
     "quantize_shards",
     "recipe_of_config",
+    "round_shards",
     "swizzle_scales",
     "unswizzle_scales",
     "verify_golden",
@@ -70,6 +71,7 @@ _MODULES = {
     "load_packed": "nn.packed",
     "prepare_model": "nn.prepare",
     "quantize_shards": "export.shards",
+    "round_shards": "export.shards",
     "swizzle_scales": "formats.swizzle",
     "unswizzle_scales": "formats.swizzle",
     "verify_golden": "verify",

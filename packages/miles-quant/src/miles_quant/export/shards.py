@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..errors import QuantError
-from ..formats.spec import Format, StoredPart, check_finite, stored_name
+from ..formats.spec import Format, QuantizedTensor, StoredPart, check_finite, stored_name
 from ..recipe.recipe import Recipe, siblings
 
 Box = tuple[tuple[int, int], ...]
@@ -60,13 +60,44 @@ def quantize_shards(
         QuantError: a box cuts a block (the nearest aligned box is named), a weight holds NaN or Inf, or a tensor is
             cut and there is no `reduce_max`.
     """
+    for shard, quantized in _each(shards, recipe, reduce_max):
+        if quantized is None:
+            yield _as_it_is(shard)
+        else:
+            yield from _pack(shard, quantized, recipe.spec)
+
+
+def round_shards(
+    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, *, reduce_max: ReduceMax | None = None
+) -> Iterator[PackedShard]:
+    """The same shards with the values that the packed ones stand for, in their own type: for engines that hold plain
+    weights. Arguments and errors are those of `quantize_shards`."""
+    for shard, quantized in _each(shards, recipe, reduce_max):
+        plain = _as_it_is(shard)
+        if quantized is None:
+            yield plain
+        else:
+            yield plain._replace(tensor=recipe.spec.dequantize(quantized, dtype=shard.tensor.dtype))
+
+
+def _each(
+    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, reduce_max: ReduceMax | None
+) -> Iterator[tuple[ShardLike, QuantizedTensor | None]]:
+    """Every shard, with its codes and scales if the recipe quantises it; empty shards of such tensors are left out."""
     format = recipe.spec
     amaxes = _amaxes(shards(), recipe, reduce_max) if format.name.has_tensor_scale else {}
     for shard in shards():
-        if recipe.quantizes(shard.name, shard.global_shape):
-            yield from _quantize(shard, recipe, format, amaxes)
-        else:
-            yield PackedShard(shard.name, tuple(shard.global_shape), shard.dtype, shard.box, shard.tensor)
+        if not recipe.quantizes(shard.name, shard.global_shape):
+            yield shard, None
+        elif 0 not in shard.tensor.shape:
+            _check_aligned(shard, format)
+            check_finite(shard.name, shard.tensor)
+            amax = torch.tensor(amaxes[_key(shard.name)], device=shard.tensor.device) if amaxes else None
+            yield shard, format.quantize(_source(shard, recipe), amax=amax)
+
+
+def _as_it_is(shard: ShardLike) -> PackedShard:
+    return PackedShard(shard.name, tuple(shard.global_shape), shard.dtype, shard.box, shard.tensor)
 
 
 def _amaxes(shards: Iterable[ShardLike], recipe: Recipe, reduce_max: ReduceMax | None) -> Mapping[str, float]:
@@ -94,13 +125,7 @@ def _amaxes(shards: Iterable[ShardLike], recipe: Recipe, reduce_max: ReduceMax |
     return agreed
 
 
-def _quantize(shard: ShardLike, recipe: Recipe, format: Format, amaxes: Mapping[str, float]) -> Iterator[PackedShard]:
-    _check_aligned(shard, format)
-    if 0 in shard.tensor.shape:
-        return  # this rank holds nothing of the tensor
-    check_finite(shard.name, shard.tensor)
-    amax = torch.tensor(amaxes[_key(shard.name)], device=shard.tensor.device) if format.name.has_tensor_scale else None
-    quantized = format.quantize(_source(shard, recipe), amax=amax)
+def _pack(shard: ShardLike, quantized: QuantizedTensor, format: Format) -> Iterator[PackedShard]:
     rows, columns = shard.global_shape
     stored = format.store(replace(quantized, shape=(rows, columns)))  # INT4 stores the shape: the whole tensor's
     for part in format.parts:
@@ -124,8 +149,6 @@ def _stored_box(part: StoredPart, shard: ShardLike) -> Box | None:
 
 
 def _check_aligned(shard: ShardLike, format: Format) -> None:
-    if 0 in shard.tensor.shape:
-        return
     units = [1, 1]
     for part in format.parts:
         for dim, tile in enumerate(part.tile or (1, 1)):

@@ -31,7 +31,7 @@ class Scheme:
 
     @property
     def has_three_products(self) -> bool:
-        return self.weight.name.family == "mxfp8"
+        return self.weight.name.family == "mxfp8" and self.activation is not None
 
     def quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
         """The bytes that the engine holds for a master weight."""

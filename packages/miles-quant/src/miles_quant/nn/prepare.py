@@ -50,8 +50,8 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> frozenset[str]:
 
 def scheme_of(recipe: Recipe) -> Scheme:
     """Both operands' formats."""
-    spec = recipe.spec
-    return Scheme(weight=spec, activation=spec.activation, source_dtype=getattr(torch, recipe.source_dtype))
+    activation = recipe.spec.activation if recipe.quantize_activations else None
+    return Scheme(weight=recipe.spec, activation=activation, source_dtype=getattr(torch, recipe.source_dtype))
 
 
 def named_matrices(model: nn.Module) -> dict[str, torch.Tensor]:

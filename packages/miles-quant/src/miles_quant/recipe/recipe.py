@@ -68,6 +68,8 @@ class Recipe:
     source_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Weights are rounded to this type before they are quantised, on every side: a float32 master copy and the bfloat16
     checkpoint made from it then become the same codes."""
+    quantize_activations: bool = True
+    """Off where the engine multiplies with activations as they are, as one does that is fed dequantised weights."""
 
     def __post_init__(self) -> None:
         parse_name(self.format)
