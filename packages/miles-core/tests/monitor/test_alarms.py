@@ -59,6 +59,16 @@ def test_a_condition_of_a_few_steps_is_no_alarm() -> None:
     assert run(*[{}, *[{"buffer/queued": 0.0, "time/take_wait": 9.0}] * (WINDOW - 1)] * 3) == []
 
 
+def test_steps_in_which_no_group_finished_say_nothing_about_groups() -> None:
+    nothing = {"reward/groups_all_low": float("nan"), "reward/groups_all_high": float("nan")}
+    alike = {"reward/groups_all_low": 1.0}
+    assert run(*[nothing] * (2 * WINDOW)) == []
+    assert run(alike, *[nothing] * (WINDOW - 1)) == []
+    ((name, text),) = run(*[alike, alike, alike, nothing] * 2)
+    assert name == "all_alike"
+    assert "100%" in text
+
+
 def test_a_gap_that_rises_is_told_with_both_numbers_and_one_that_is_only_noisy_is_not() -> None:
     gaps = [0.004, 0.005, 0.004, 0.006, 0.02, 0.03, 0.05, 0.04]
     ((name, text),) = run(*({"logprob_gap/same_version_mean": gap} for gap in gaps))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -74,8 +75,8 @@ def all_alike(steps: Steps) -> str | None:
         ("reward/groups_all_low", "the lowest reward", "too hard: warm up with SFT or mix in easier prompts"),
         ("reward/groups_all_high", "the highest reward", "solved: mix in harder prompts or end the run"),
     ):
-        shares = [step.get(name, 0.0) for step in steps]
-        if min(shares) > 0.8:
+        shares = [share for step in steps if not math.isnan(share := step.get(name, 0.0))]
+        if len(shares) > len(steps) // 2 and min(shares) > 0.8:
             return (
                 f"In {statistics.median(shares):.0%} of the groups of the last {len(steps)} steps every episode got "
                 f"{what} seen so far. The prompts are {advice}."
