@@ -247,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     report = add(
         "report", _report, "write the report of a run, finished or not, or compare several", takes_settings=False
     )
+    report.usage = "miles report RUN [RUN ...] [--out FILE]"
     report.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run; several are compared to the first")
     report.add_argument(
         "--out", metavar="FILE", help="the page; by default report.html in the run, compare.html beside the first one"

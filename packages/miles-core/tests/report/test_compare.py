@@ -48,6 +48,7 @@ def test_two_runs_with_everything_are_compared_on_one_page(tmp_path):
     page = page_of(tmp_path / "a", tmp_path / "b")
     for text in ("Final numbers", "By step", "By wall time", "effective training time", "wasted tokens", "run.steps"):
         assert text in page.words
+    assert "Seconds since the first start of each run." in page.words
     assert (tmp_path / "compare.html").exists()
     assert [tag for tag, _ in page.tags].count("script") == 1
 

@@ -17,6 +17,8 @@ from .text import safe
 def render(runs: Sequence[RunData]) -> str:
     labels = names(runs)
     keys = [[key, *values] for key, values in differing_keys(runs)]
+    timed = by_time(runs, labels)
+    unit = timed[0].x_name if timed else ""
     differ = "Keys whose values are not the same in all runs." if keys else "All runs have the same configuration."
     body = [
         _header(runs, labels),
@@ -27,7 +29,7 @@ def render(runs: Sequence[RunData]) -> str:
             card(_numbers(lines(runs), labels)),
         ),
         _charts("By step", "One line a run.", by_step(runs, labels)),
-        _charts("By wall time", "Time since the first start of each run.", by_time(runs, labels)),
+        _charts("By wall time", f"{unit.capitalize()} since the first start of each run.", timed),
         section("Configuration", differ, card(table(["key", *labels], keys)) if keys else " "),
         "<footer>Written by <code>miles report</code>. The page is complete: it loads nothing.</footer>",
     ]
