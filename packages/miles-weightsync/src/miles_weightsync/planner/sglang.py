@@ -1,11 +1,12 @@
 """What the ranks of SGLang engines need, and where it lies in their parameters.
 
 Read in SGLang 0.5.23 (`srt/`): `layers/linear.py` (column-parallel layers keep rows, row-parallel ones columns; KV
-heads are replicated when there are more ranks than heads), `layers/vocab_parallel_embedding.py` (rows padded to 64, or 64 x
-ranks), `layers/moe/fused_moe_triton/layer.py` (`w13` stacks gate above up for each expert; ranks are expert-parallel
-group x tensor-parallel rank inside it; a fused shared expert is one more slot on every rank), `models/qwen3_moe.py`,
-`glm4_moe.py`, `deepseek_v2.py`, `deepseek_common/deepseek_weight_loader.py` (`q_a` and `kv_a` fused along rows),
-`deepseek_nextn.py` (draft layer), `runtime_context.py` (rank arithmetic), `configs/update_config.py` (CPU padding).
+heads are replicated when there are more ranks than heads), `layers/vocab_parallel_embedding.py` (rows padded to 64, or
+64 x ranks), `layers/moe/fused_moe_triton/layer.py` (`w13` stacks gate above up for each expert; ranks are
+expert-parallel group x tensor-parallel rank inside it; a fused shared expert is one more slot on every rank),
+`models/qwen3_moe.py`, `glm4_moe.py`, `deepseek_v2.py`, `deepseek_common/deepseek_weight_loader.py` (`q_a` and `kv_a`
+fused along rows), `deepseek_nextn.py` (draft layer), `runtime_context.py` (rank arithmetic),
+`configs/update_config.py` (CPU padding).
 """
 
 from __future__ import annotations
@@ -210,13 +211,14 @@ class SGLang:
             prefix, rest = f"model.layers.{tensor.layer}.", name.split(".", 3)[3]
             top = rest.startswith(_DRAFT_TOP)
             model, name = "draft", name.replace(prefix, "model." if top else "model.decoder.")
-        module, part, leaf = name.rsplit(".", 2)
+        path, leaf = name.rsplit(".", 1)
+        module, _, part = path.rpartition(".")
         if tensor.expert is not None:
             slot = tensor.expert % (self.model.num_experts // self.ep)
             return model, f"{module.rsplit('.', 1)[0]}.{_EXPERT[part]}_{leaf}", slot
         if tensor.role.startswith("shared") and self.fuse_shared_experts:
             return model, f"{module.removesuffix('shared_experts')}experts.{_EXPERT[part]}_{leaf}", self._slots - 1
-        return model, f"{module}.{self._fused(tensor, part)}.{leaf}", None
+        return model, f"{path.removesuffix(part)}{self._fused(tensor, part)}.{leaf}", None
 
     def _fused(self, tensor: Tensor, part: str) -> str:
         if part in ("q_proj", "kv_a_proj_with_mqa") and self.model.is_mla and self.model.q_lora_rank is None:
