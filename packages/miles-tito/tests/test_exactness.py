@@ -211,9 +211,10 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("renamed", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_tool_result_stands_behind_the_sampled_call_as_the_model_knows_it(name: str):
-    """Under the model's own name or id for the call, whatever id the client was given."""
+def test_a_tool_result_stands_behind_the_sampled_call_as_the_model_knows_it(name: str, renamed: bool):
+    """Under the model's own name or id for the call, whatever id the client was given or gives."""
     joiner = joiner_of(name)
     sampled, result = CALLS[name]
     session = Session("s", joiner, max_context=4096)
@@ -236,7 +237,7 @@ def test_a_tool_result_stands_behind_the_sampled_call_as_the_model_knows_it(name
     (call,) = node.message["tool_calls"]
     assert call["function"] == {"name": "look_up", "arguments": {"word": "ox"}}
     assert call["id"].startswith("call_")
-    answer = {"role": "tool", "tool_call_id": call["id"], "content": "cattle"}
+    answer = {"role": "tool", "tool_call_id": "another" if renamed else call["id"], "content": "cattle"}
     plan = session.plan(normalize([user, node.message, answer]), tools=[TOOL])
     assert plan.match.node is node
     appended = joiner.tokenizer.decode(session.encode(plan), keep=joiner.tokenizer.control_ids)

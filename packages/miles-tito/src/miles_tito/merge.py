@@ -264,14 +264,17 @@ class Joiner:
         return self._arrange([{**plain, "tool_calls": calls}], late=True)
 
     def _with_native_ids(self, messages: Sequence[Message], reply: Message | None) -> list[Message]:
-        """Tool results under the call ids that the model itself sampled."""
-        native = {call["id"]: call["native_id"] for call in (reply or {}).get("tool_calls", []) if "native_id" in call}
-        return [
-            {**message, "tool_call_id": native[message["tool_call_id"]]}
-            if message.get("tool_call_id") in native
-            else message
-            for message in messages
-        ]
+        """Tool results under the call ids that the model sampled; a result of unknown id answers by its place."""
+        calls = cast("list[Mapping[str, Any]]", (reply or {}).get("tool_calls", []))
+        by_id = {call.get("id"): call for call in calls}
+        named: list[Message] = []
+        for n, message in enumerate(messages):
+            if message["role"] != "tool":
+                return [*named, *messages[n:]]
+            call = by_id.get(message.get("tool_call_id"), calls[n] if n < len(calls) else None)
+            call_id = call and (call.get("native_id") or call.get("id"))
+            named.append({**message, "tool_call_id": call_id} if call_id else message)
+        return named
 
     def _arrange(self, messages: Sequence[Message], *, late: bool = False) -> list[Message]:
         """`messages` in the form that this family's template takes.
