@@ -85,9 +85,9 @@ def attacks(seed: int, *, session: str, keys: list[str]) -> Iterator[Attack]:
         headers = {key: rng.choice(values) for key, values in HEADERS.items() if rng.random() < 0.15}
         key = rng.choice([*keys, *keys, "", "wrong", "Bearer", "é"])
         headers |= {"x-api-key": key} if rng.random() < 0.3 else {"authorization": f"Bearer {key}"}
-        methods = ["POST"] * 6 + ["GET", "GET", "HEAD", "PUT", "PATCH", "OPTIONS"]
+        right = "GET" if path in (base, f"{base}/trajectories", f"{base}/v1/models", "/health") else "POST"
         yield Attack(
-            method=rng.choice(methods),
+            method=right if rng.random() < 0.9 else rng.choice(["GET", "HEAD", "PUT", "PATCH", "OPTIONS", "POST"]),
             path=path,
             headers={name: value.encode("utf-8", "replace").decode("latin-1") for name, value in headers.items()},
             body=_body(rng),
