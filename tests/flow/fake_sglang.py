@@ -20,6 +20,7 @@ class FakeSGLang(FakeEngine):
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self._running = 0
         self.is_starting = False
         """Answers like a server that still loads its model."""
         self._open = threading.Event()
@@ -56,8 +57,14 @@ class FakeSGLang(FakeEngine):
     def do_abort_request(self, body: dict[str, Any]) -> tuple[int, Any]:
         return HTTPStatus.OK, ""
 
+    def do_v1_loads(self, body: dict[str, Any]) -> tuple[int, Any]:
+        load = {"dp_rank": 0, "num_running_reqs": self._running, "num_waiting_reqs": 0, "token_usage": 0.0}
+        return HTTPStatus.OK, {"loads": [load]}
+
     def do_generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self._running += 1
         self._open.wait()
+        self._running -= 1
         ids = list(self.script(body["input_ids"]))
         return HTTPStatus.OK, {
             "output_ids": ids,

@@ -172,4 +172,5 @@ class Command:
         """`kill -9` of everything at once."""
         for process in self.processes():
             process.kill()
-        self._process.communicate()
+        if self._process.returncode is None:
+            self._process.communicate()

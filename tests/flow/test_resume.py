@@ -43,7 +43,7 @@ def check_finished(command: Command, *, steps: int) -> None:
         command.run_dir, "SELECT version, count(*) FROM steps JOIN step_groups USING (step) WHERE is_live GROUP BY 1"
     )
     assert live == [(step, 2) for step in range(1, steps + 1)]
-    prompts = ask(command.run_dir, "SELECT prompt_id FROM groups ORDER BY number")
+    prompts = ask(command.run_dir, "SELECT prompt_id FROM groups WHERE retry_of IS NULL ORDER BY number")
     first_epoch = [prompt for (prompt,) in prompts[:50]]
     assert len(set(first_epoch)) == len(first_epoch), "no prompt comes twice within an epoch"
     assert (command.run_dir / "checkpoints" / "final" / "config.json").exists()

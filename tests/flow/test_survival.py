@@ -70,8 +70,8 @@ def test_a_run_whose_only_engine_is_away_pauses_with_the_reason_and_goes_on_when
     engine.is_starting = False
     happened = check(command, steps=12)
     states = [text.partition(":")[0] for kind, _, text in happened if kind == "engine"]
-    back = ["healthy → dead", "dead → restarting", "restarting → syncing", "syncing → healthy"]
-    assert [state for state in states if "suspect" not in state][:4] == back
+    back = ["starting → healthy", "healthy → dead", "dead → restarting", "restarting → syncing", "syncing → healthy"]
+    assert [state for state in states if "suspect" not in state][:5] == back
     pause, end = [text for kind, subject, text in happened if (kind, subject) == ("run", "pause")]
     assert pause.startswith(f"no engine is healthy; the last was {engine.url}: ")
     assert end == "over"

@@ -142,7 +142,7 @@ class FakeEngine:
         self.on_request(path)
         if index == self.fail_at:
             return 500, {"success": False, "message": "scripted failure"}
-        return getattr(self, "do_" + path.strip("/"))(body)
+        return getattr(self, "do_" + path.strip("/").replace("/", "_"))(body)
 
     def do_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
         return 200, {
