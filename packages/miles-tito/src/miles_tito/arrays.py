@@ -47,14 +47,15 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str, error: type[RecordError
 
 
 def ids_as_json(ids: np.ndarray) -> bytes:
-    """Token ids as a JSON array, padded with spaces: a gather instead of a loop, ten times as fast for long prompts."""
+    """Token ids as a JSON array, padded with spaces: a gather instead of a loop, far faster for long prompts."""
     if not len(ids):
         return b"[]"
-    return b"[" + _spelled(1 << int(ids.max()).bit_length())[ids].tobytes()[:-1] + b"]"
+    text = np.take(_spelled(1 << int(ids.max()).bit_length()), ids).tobytes()
+    return b"[" + text[:-1] + b"]"
 
 
 @lru_cache(maxsize=4)
 def _spelled(size: int) -> np.ndarray:
-    """[size] of `b"   123,"`, all of one width."""
-    width = len(str(size - 1))
-    return np.array([b"%*d," % (width, token) for token in range(size)], dtype=f"S{width + 1}")
+    """[size] of `b"    123,"`, eight characters as one number, since numpy gathers those at once."""
+    assert size <= 10**7, f"a vocabulary of {size} has ids of more than seven digits"
+    return np.array([b"%7d," % token for token in range(size)], dtype="S8").view(np.uint64)
