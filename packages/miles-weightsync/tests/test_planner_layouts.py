@@ -247,6 +247,25 @@ def test_hybrid_ranks_of_all_replicas_hold_the_same_rows() -> None:
     assert [(block.box, block.ranks) for block in blocks] == [(((0, 16),), (0, 2)), (((16, 32),), (1, 3))]
 
 
+def test_the_layout_of_a_running_engine_follows_from_its_server_info() -> None:
+    info: dict[str, object] = {
+        "tp_size": 4, "dp_size": 2, "ep_size": 4, "pp_size": 1, "enable_dp_attention": True, "enable_dp_lm_head": True,
+        "moe_dense_tp_size": 1, "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE", "model_path": "m",
+        "speculative_draft_model_path": "m", "device": "cuda",
+    }  # fmt: skip
+    got = SGLang.from_server_info(info, model=MLA, engines=3)
+    assert got == SGLang(
+        model=MLA, engines=3, tp=4, dp=2, ep=4, dp_lm_head=True, replicate_dense_mlp=True,
+        replicate_shared_experts=True, draft=True,
+    )  # fmt: skip
+    replicas = SGLang.from_server_info({"tp_size": 2, "dp_size": 2, "device": "cpu"}, model=DENSE, engines=3)
+    assert replicas == SGLang(model=DENSE, engines=6, tp=2, on_gpu=False)
+    with pytest.raises(ShardError, match="pp_size = 2 have no layout"):
+        SGLang.from_server_info({"pp_size": 2}, model=DENSE)
+    with pytest.raises(ShardError, match="redundant or rebalanced experts"):
+        SGLang.from_server_info({"enable_eplb": True}, model=MLA)
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 300])
 @pytest.mark.parametrize("chunk_rows", [1, 3, 5, 64])
 def test_scales_of_boxes_that_tile_a_weight_tile_its_scales(size: int, chunk_rows: int) -> None:

@@ -11,7 +11,7 @@ fused along rows), `deepseek_nextn.py` (draft layer), `runtime_context.py` (rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
@@ -83,6 +83,48 @@ class SGLang:
             raise ShardError("Only one shared expert can be fused, and not with `replicate_shared_experts`.")
         if not self.on_gpu and model.fp8_block:
             raise ShardError("Engines on a CPU have no layout for FP8 block scales.")
+
+    @classmethod
+    def from_server_info(
+        cls, info: Mapping[str, object], *, model: ModelShape, engines: int = 1, fuse_shared_experts: bool = False
+    ) -> SGLang:
+        """Read how engines were started from what `/server_info` of one of them answers.
+
+        Args:
+            info: the answer.
+            model: its model.
+            engines: servers started alike.
+            fuse_shared_experts: whether SGLang fused the shared expert, which the answer does not tell; `w13_weight`
+                then has one slot more than there are local experts.
+
+        Raises:
+            ShardError: the engines divide their model in a way that has no layout.
+        """
+
+        def number(key: str) -> int:
+            value = info.get(key)
+            return value if isinstance(value, int) else 1
+
+        for key in ("pp_size", "moe_dp_size", "attn_cp_size"):
+            if number(key) > 1:
+                raise ShardError(f"Engines with {key} = {number(key)} have no layout.")
+        if info.get("ep_num_redundant_experts") or info.get("enable_eplb"):
+            raise ShardError("Engines with redundant or rebalanced experts have no layout.")
+        spreads_attention = bool(info.get("enable_dp_attention"))
+        drafts_with_itself = info.get("speculative_draft_model_path") in (None, info.get("model_path"))
+        return cls(
+            model=model,
+            engines=engines if spreads_attention else engines * number("dp_size"),
+            tp=number("tp_size"),
+            dp=number("dp_size") if spreads_attention else 1,
+            ep=number("ep_size"),
+            dp_lm_head=bool(info.get("enable_dp_lm_head")),
+            replicate_dense_mlp=info.get("moe_dense_tp_size") == 1,
+            replicate_shared_experts=info.get("moe_a2a_backend") not in (None, "none"),
+            fuse_shared_experts=fuse_shared_experts,
+            draft=info.get("speculative_algorithm") in ("EAGLE", "NEXTN") and drafts_with_itself,
+            on_gpu=info.get("device") != "cpu",
+        )
 
     @property
     def attention_ranks(self) -> int:
@@ -189,7 +231,8 @@ class SGLang:
         elif tensor.role in ("embed", "head"):
             length = padded(length, _VOCAB_PADDING * (1 if padded(length, _VOCAB_PADDING) % ranks == 0 else ranks))
         elif not self.on_gpu and tensor.role != "q" and not tensor.role.startswith("head"):
-            length = padded(length, _CPU_MLP_PADDING * ranks)
+            stacked = self.model.n_shared_experts if tensor.role.startswith("shared") else 1
+            length = stacked * padded(length // stacked, _CPU_MLP_PADDING * self.tp)
         size = divided(length, ranks, what=tensor.name)
         block = self.model.fp8_block
         if block and ranks > 1 and size % block and (tensor.weight_shape or tensor.dtype == "float8_e4m3fn"):
