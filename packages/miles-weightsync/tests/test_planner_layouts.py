@@ -299,7 +299,7 @@ def test_what_cannot_be_laid_out_is_refused(build: object, message: str) -> None
 def test_a_hugging_face_config_gives_the_same_shape_as_the_preset() -> None:
     sizes = {
         "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-        "head_dim": 192, "intermediate_size": 18432, "vocab_size": 129280, "n_routed_experts": 256,
+        "intermediate_size": 18432, "vocab_size": 129280, "n_routed_experts": 256,
         "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_shared_experts": 1, "q_lora_rank": 1536,
         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "num_nextn_predict_layers": 1,
@@ -311,6 +311,10 @@ def test_a_hugging_face_config_gives_the_same_shape_as_the_preset() -> None:
         ModelShape.from_hf({**config, "quantization_config": {"quant_method": "awq"}})
     with pytest.raises(ShardError, match="needs a whole number `hidden_size`, got None"):
         ModelShape.from_hf({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8})
+    del config["n_routed_experts"]
+    with pytest.raises(ShardError, match="needs `n_routed_experts` or `num_experts`"):
+        ModelShape.from_hf(config)
+    assert ModelShape.from_hf({**config, "num_local_experts": 256}) == DEEPSEEK_V3
 
 
 def parameters(model: ModelShape) -> int:

@@ -104,20 +104,24 @@ class ModelShape:
         if config.get("quantization_config") and not read.fp8_block():
             raise ShardError("Only FP8 with square block scales has a layout among the quantised formats.")
         mla, heads = ARCHITECTURES[architecture] == "mla", read.number("num_attention_heads")
-        has_experts = ARCHITECTURES[architecture] != "dense"
+        qk_dim = read.number("qk_nope_head_dim", 0) + read.number("qk_rope_head_dim", 0)
+        # transformers writes some sizes under a common name, checkpoints under the model's own.
+        experts = read.first("n_routed_experts", "num_experts", "num_local_experts")
+        if ARCHITECTURES[architecture] != "dense" and not experts:
+            raise ShardError(f"The config of a {architecture} needs `n_routed_experts` or `num_experts`.")
         return cls(
             architecture=architecture,
             hidden_size=read.number("hidden_size"),
             num_hidden_layers=read.number("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=heads if mla else read.number("num_key_value_heads", heads),
-            head_dim=read.number("head_dim", read.number("hidden_size") // heads),
+            head_dim=qk_dim if mla else read.number("head_dim", read.number("hidden_size") // heads),
             intermediate_size=read.number("intermediate_size"),
             vocab_size=read.number("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "Qwen2ForCausalLM" or (bool(config.get("attention_bias")) and not mla),
             qk_norm=architecture.startswith("Qwen3") or bool(config.get("use_qk_norm")),
-            num_experts=read.number("n_routed_experts", read.number("num_experts", 0)) if has_experts else 0,
+            num_experts=experts if ARCHITECTURES[architecture] != "dense" else 0,
             moe_intermediate_size=read.number("moe_intermediate_size", 0),
             first_moe_layer=read.number("first_k_dense_replace", 0),
             n_shared_experts=read.number("n_shared_experts", 0),
@@ -129,8 +133,8 @@ class ModelShape:
             v_head_dim=read.number("v_head_dim", 0),
             index_n_heads=read.number("index_n_heads", 0),
             index_head_dim=read.number("index_head_dim", 0),
-            num_mtp_layers=read.number("num_nextn_predict_layers", 0),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            num_mtp_layers=read.first("num_nextn_predict_layers", "num_mtp_layers"),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             fp8_block=read.fp8_block(),
         )
 
@@ -262,6 +266,10 @@ class _Reader:
         if not isinstance(value, int):
             raise ShardError(f"The model config needs a whole number `{key}`, got {value!r}.")
         return value
+
+    def first(self, *keys: str) -> int:
+        """The first of several keys that is there; 0 when none is."""
+        return next((self.number(key) for key in keys if self._config.get(key) is not None), 0)
 
     def texts(self, key: str) -> list[str]:
         value = self._config.get(key)
