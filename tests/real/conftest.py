@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 MARK = "MILES_TEST_RUN"
 
 
