@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "verify":
             return _verify(args)
-        asyncio.run(_serve(args))
+        _run(_serve(args))
     except (MilesError, OSError) as error:  # OSError: the port is taken, or the host is not ours
         print(f"miles-tito: {error}", file=sys.stderr)
         return 1
@@ -55,6 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--conversations", type=int, default=200, help="random ones to play (default: 200)")
     verify.add_argument("--json", action="store_true", help="every case as JSON instead of a table")
     return parser
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """With uvloop's event loop where it is installed, which takes less time for a turn."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
 
 
 def _verify(args: argparse.Namespace) -> int:

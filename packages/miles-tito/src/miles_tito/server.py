@@ -115,32 +115,34 @@ def _routes(hub: Hub) -> list[Route]:
     def ask(path: str, dialect: Dialect) -> Route:
         return route(path, lambda request: turns.ask(request, dialect), "POST", dialect=dialect)
 
-    routes = [
-        route("/health", sessions.health, "GET"),
-        route("/metrics", sessions.metrics, "GET"),
-        route("/openapi.json", _openapi, "GET"),
-        route("/sessions", sessions.open, "POST"),
-        route(below, sessions.describe, "GET"),
-        route(below, sessions.close, "DELETE"),
-        route(f"{below}/trajectories", sessions.trajectories, "GET"),
-        route(f"{below}/samples", sessions.samples, "POST"),
-        route("/", turns.head, "HEAD"),
-    ]
+    # In the order in which they are asked for: every request tries the routes one by one.
+    routes: list[Route] = []
     for base in (f"{below}/v1", "/v1"):
         routes += [
-            route(base, turns.head, "HEAD"),
-            route(f"{base}/models", turns.models, "GET"),
             ask(f"{base}/chat/completions", _CHAT),
-            ask(f"{base}/responses", _RESPONSES),
             ask(f"{base}/messages", _MESSAGES),
+            ask(f"{base}/responses", _RESPONSES),
             route(
                 f"{base}/messages/count_tokens",
                 lambda request: turns.count(request, _COUNTS),
                 "POST",
                 dialect=_MESSAGES,
             ),
+            route(f"{base}/models", turns.models, "GET"),
+            route(base, turns.head, "HEAD"),
         ]
-    return routes
+    return [
+        *routes,
+        route("/sessions", sessions.open, "POST"),
+        route(below, sessions.describe, "GET"),
+        route(below, sessions.close, "DELETE"),
+        route(f"{below}/trajectories", sessions.trajectories, "GET"),
+        route(f"{below}/samples", sessions.samples, "POST"),
+        route("/health", sessions.health, "GET"),
+        route("/metrics", sessions.metrics, "GET"),
+        route("/openapi.json", _openapi, "GET"),
+        route("/", turns.head, "HEAD"),
+    ]
 
 
 def _answered(endpoint: Endpoint, hub: Hub, dialect: Dialect) -> Endpoint:
