@@ -69,7 +69,7 @@ def over_ranks(ranks: list[list[Shard]], recipe: Recipe) -> list[PackedShard]:
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(
     format=st.sampled_from(FORMATS),
     num_ranks=st.integers(1, 4),

@@ -21,13 +21,6 @@ def test_every_format_equals_every_golden_byte(golden: Path):
     assert compared + inputs == len(np.load(golden).files)
 
 
-def test_the_command_prints_a_row_a_format_and_succeeds(golden: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["verify", "--golden", str(golden)]) == 0
-    assert "all bytes equal" in capsys.readouterr().out
-    assert main(["verify", "--golden", str(golden), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["equal"] is True
-
-
 def tiny_golden(path: Path, *, codes: int) -> Path:
     """One block of MXFP8: 448 and zeros, whose code and exponent are known by heart."""
     weight = np.zeros((1, 32), dtype=np.float32)
@@ -43,6 +36,14 @@ def tiny_golden(path: Path, *, codes: int) -> Path:
         },
     )
     return path
+
+
+def test_the_command_prints_a_row_a_format_and_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    golden = tiny_golden(tmp_path / "right.npz", codes=0x7E)
+    assert main(["verify", "--golden", str(golden)]) == 0
+    assert "all bytes equal" in capsys.readouterr().out
+    assert main(["verify", "--golden", str(golden), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"] is True
 
 
 def test_one_differing_byte_fails_the_command_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

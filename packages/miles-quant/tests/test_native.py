@@ -71,7 +71,7 @@ def assert_same(ours: QuantizedTensor, theirs: QuantizedTensor) -> None:
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(weight=patterns(), name=st.sampled_from(ACCELERATED), isa=st.sampled_from(ISAS or ["none"]))
 def test_every_instruction_set_makes_the_bytes_of_the_format(weight: torch.Tensor, name: str, isa: str):
     format = get_format(name)
