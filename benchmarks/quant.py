@@ -83,9 +83,9 @@ def other_libraries(weight: torch.Tensor) -> dict[tuple[str, str, str], Callable
     """(format, direction, library) -> its way to do it."""
     work: dict[tuple[str, str, str], Callable[[], object]] = {}
     try:
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
-        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode  # pyright: ignore[reportMissingImports]
+        from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx  # pyright: ignore[reportMissingImports]
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale  # pyright: ignore[reportMissingImports]
 
         kind = torch.float8_e4m3fn
         scale, codes = to_mx(weight, kind, 32, ScaleCalculationMode.RCEIL)
