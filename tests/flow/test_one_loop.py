@@ -76,9 +76,6 @@ class ScriptedTrainer:
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         return None
 
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        return None
-
     def rewind(self, step: int) -> None:
         return None
 
