@@ -238,6 +238,9 @@ class SleepingTrainer:
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         return None
 
+    def rewind(self, step: int) -> None:
+        return None
+
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         return None
 
