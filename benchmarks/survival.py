@@ -3,9 +3,9 @@
     python benchmarks/survival.py [--seeds 0 1] [--out runs/survival]    about five minutes a seed
 
 Each seed runs the quick start twice: once left alone, once with `kill -9` of its trainer rank at step 9 and of its
-driver at step 14, then `miles resume`. Prints a Markdown table: held-out scores with their standard errors, what the ledger
-says, and the seconds from a start until the next step, split into what any start pays (processes, model, engine) and
-what going on adds behind it.
+driver at step 14, then `miles resume`. Prints a Markdown table: held-out scores with their standard errors, what the
+ledger says, and the seconds from a start until the next step, split into what any start pays (processes, model,
+engine) and what going on adds behind it.
 """
 
 from __future__ import annotations
