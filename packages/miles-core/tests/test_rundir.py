@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from miles_core import rundir
+from miles_core import cli, rundir
 from miles_core.rundir import RunDirError
 
 
@@ -69,9 +69,23 @@ def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
 
 def test_facts_that_cannot_be_read_are_an_error_with_the_file(tmp_path: Path) -> None:
     run = rundir.create(tmp_path, "toy", config={})
-    (run.path / "run.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"run\.json cannot be read"):
-        run.facts()
+    for content in (b"{", b"", b"\xff", b"[]", b'{"kind": "dpo", "import_paths": []}', b'{"kind": "rl", "import_paths": "a"}'):
+        (run.path / "run.json").write_bytes(content)
+        with pytest.raises(RunDirError, match=r"run\.json cannot be read"):
+            run.facts()
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"[1]", b"3"])
+def test_a_damaged_configuration_ends_a_resume_with_the_file(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = rundir.create(tmp_path, "toy", config={})
+    assert made.lock is not None
+    made.lock.release()
+    (made.path / "config.json").write_bytes(content)
+    assert cli.main(["resume", str(made.path), "--more", "1"]) == cli.FAILED
+    assert f"{made.path / 'config.json'} cannot be read" in capsys.readouterr().err
+    assert (made.path / "config.json").read_bytes() == content
 
 
 def test_two_processes_never_run_in_one_directory(tmp_path: Path) -> None:

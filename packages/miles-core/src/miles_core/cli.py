@@ -165,8 +165,12 @@ def _ledger(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _chaos(options: argparse.Namespace, words: list[str]) -> int:
+    from miles_tito.errors import MilesError
+
     from .chaos.command import main as chaos
 
+    if options.seeds < 1:
+        raise MilesError(f"--seeds is {options.seeds}; nothing would be played and nothing shown. Say 1 or more.")
     config = None
     if words:
         from .config.load import load_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -42,13 +41,13 @@ def resume(
         accept_changes: go on although something that the run depends on has changed.
 
     Raises:
-        RunDirError: `path` is no run, or a process runs it.
+        RunDirError: `path` is no run, what it says about itself is damaged, or a process runs it.
         ConfigError: a setting is wrong.
         ResumeError: there is nothing left to do, or something changed that the run depends on.
     """
     run_dir = rundir.open_run(path)
     facts = run_dir.facts()
-    stored = json.loads((run_dir.path / rundir.CONFIG).read_text(encoding="utf-8"))
+    stored = run_dir.config()
     loaded = load_config(words, kind=facts.kind, stored=stored)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from miles_tito.errors import MilesError
 
 _PACKAGES = (
@@ -91,10 +92,26 @@ class RunDir:
             RunDirError: the file is missing or damaged.
         """
         try:
-            known = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
-            return Facts(kind=known["kind"], import_paths=tuple(known["import_paths"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunDirError(f"{self.path / FACTS} cannot be read: {error}.") from error
+            return msgspec.json.decode((self.path / FACTS).read_bytes(), type=Facts)
+        except (OSError, ValueError) as error:
+            raise RunDirError(
+                f"{self.path / FACTS} cannot be read: {error}. Restore it from a copy of the run; it says "
+                '{"kind": "rl" or "sft", "import_paths": [folders of your modules]}.'
+            ) from error
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, as plain data that nobody has checked.
+
+        Raises:
+            RunDirError: the file is missing, damaged, or no table.
+        """
+        try:
+            return msgspec.json.decode((self.path / CONFIG).read_bytes(), type=dict[str, Any])
+        except (OSError, ValueError) as error:
+            raise RunDirError(
+                f"{self.path / CONFIG} cannot be read: {error}. Restore it from a copy of the run; its checkpoints and "
+                "its ledger do not depend on it."
+            ) from error
 
     @property
     def trajectories(self) -> Path:

@@ -135,12 +135,37 @@ def test_a_query_reads_and_changes_nothing(run: Path) -> None:
         "PRAGMA user_version = 9",
         "SELECT 1; SELECT 2",
         "SELEC",
+        "SELECT '\udcff'",
     ):
         with pytest.raises(LedgerError, match="The query failed"):
             query(path, sql)
     with pytest.raises(LedgerError, match="The query is empty"):
         query(path, " ")
     assert path.read_bytes() == before
+
+
+ENDLESS = "WITH RECURSIVE endless(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM endless) SELECT "
+
+
+def test_a_query_without_an_end_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its time, or by its rows, before it has filled the memory."""
+    monkeypatch.setattr(ledger_overview, "MOST_ROWS", 1000)
+    with pytest.raises(LedgerError, match="more than 1,000 rows"):
+        query(run / "ledger.db", ENDLESS + "n FROM endless")
+    monkeypatch.setattr(ledger_overview, "QUERY_S", 0.05)
+    with pytest.raises(LedgerError, match=r"took longer than 0\.05 s"):
+        query(run / "ledger.db", ENDLESS + "count(*) FROM endless")
+
+
+def test_columns_of_one_name_are_not_lost_in_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ledger", str(run), "--json", "--sql", "SELECT 1 AS a, 2 AS a"]) == cli.FAILED
+    assert "Two columns are called 'a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["\udcff\udcfe", "g0/" + "9" * 5000, "g0/\u0663", "g0-" + "1" * 10])
+def test_an_id_that_nothing_can_have_is_told_so(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["why", str(run), name]) == cli.FAILED
+    assert "No prompt, group, episode or sample is called" in capsys.readouterr().err
 
 
 def test_the_overview_adds_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ def find(db: sqlite3.Connection, name: str) -> Found:
     Raises:
         LedgerError: nothing, or more than one thing.
     """
+    name = name.encode(errors="replace").decode()  # bytes of a command line that are no text, no id has
     if db.execute("SELECT 1 FROM groups WHERE prompt_id = ? LIMIT 1", (name,)).fetchone():
         return Found(prompt_id=name)
     number = _group(db, name)
@@ -46,10 +47,10 @@ def _inside_a_group(db: sqlite3.Connection, name: str) -> Found | None:
     """`g000012/3` is an episode, `g000012-3.0:1` a trajectory of its attempt 0."""
     for separator in re.finditer(r"[/-]", name):
         number = _group(db, name[: separator.start()])
-        inner = re.match(r"(\d+)", name[separator.end() :])
+        inner = re.match(r"[0-9]{1,9}(?![0-9])", name[separator.end() :])
         if number is None or inner is None:
             continue
-        episode = int(inner[1])
+        episode = int(inner[0])
         (known,) = db.execute("SELECT count(*) FROM episodes WHERE number = ?", (number,)).fetchone()
         if known and episode >= known:
             raise LedgerError(f"Group {name[: separator.start()]} has {known} episodes, 0 to {known - 1}.")

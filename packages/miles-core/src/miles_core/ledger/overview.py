@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,9 @@ from .errors import LedgerError
 from .schema import SCHEMA_VERSION, reading
 from .verify import verify
 
+QUERY_S = 60.0
+"""A query of the user's may take this long: a recursive one may have no end."""
+MOST_ROWS = 1_000_000
 _ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
 
 
@@ -86,27 +90,36 @@ def query(path: Path, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Columns and rows of one SELECT over the ledger, which it cannot change.
 
     Raises:
-        LedgerError: it is no SELECT, or SQLite refuses it.
+        LedgerError: it is no SELECT, SQLite refuses it, or it has no end within `QUERY_S` and `MOST_ROWS`.
     """
     with reading(path) as db:
+        end = time.monotonic() + QUERY_S
+        db.set_progress_handler(lambda: time.monotonic() > end, 100_000)  # Ctrl-C gets its turn there too
         db.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY)
         try:
             cursor = db.execute(sql)
-            rows = cursor.fetchall()
-        except (sqlite3.Error, sqlite3.Warning) as error:
+            rows = cursor.fetchmany(MOST_ROWS + 1)
+        except (sqlite3.Error, sqlite3.Warning, UnicodeEncodeError) as error:
+            if time.monotonic() > end:
+                raise LedgerError(f"The query took longer than {QUERY_S:g} s and was stopped. Make it smaller.") from error
             tables = (
                 "starts, groups, changes, episodes, attempts, steps, step_groups, segments, happenings, evaluations"
             )
             raise LedgerError(
-                f"The query failed: {error}. It is one SELECT over the tables {tables}; see `SELECT sql FROM "
+                f"The query failed: {str(error).rstrip('.')}. It is one SELECT over the tables {tables}; see `SELECT sql FROM "
                 "sqlite_schema`."
             ) from error
+        if len(rows) > MOST_ROWS:
+            raise LedgerError(f"The query has more than {MOST_ROWS:,} rows. Count them, or say LIMIT.")
         if cursor.description is None:
             raise LedgerError("The query is empty; give one SELECT.")
         return [column[0] for column in cursor.description], rows
 
 
 def to_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    twice = [name for number, name in enumerate(columns) if name in columns[:number]]
+    if twice:
+        raise LedgerError(f"Two columns are called {twice[0]!r}, and JSON would lose one. Name them apart with AS.")
     return json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2, default=repr)
 
 

@@ -140,7 +140,8 @@ def to_text(runs: Sequence[RunData]) -> str:
     parts = [table(columns, rows)] if rows else ["None of these runs has logged a step."]
     keys = differing_keys(runs)
     parts += ["", table(["configuration", *labels], [[key, *values] for key, values in keys])] if keys else []
-    return "\n".join(parts)
+    notes = [visible(f"{label}: {note}") for label, run in zip(labels, runs, strict=True) for note in run.notes]
+    return "\n".join([*parts, *([""] if notes else []), *notes])
 
 
 # ---- where each number comes from
