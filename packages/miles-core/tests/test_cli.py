@@ -136,3 +136,9 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(started, tmp_path, capsys, 
 def test_warnings_go_to_stderr(started, capsys):
     cli.main(["rl", "--model.path", "m", "--env.target", "t:t", "--eval.at-start=false", "--eval.at-end=false"])
     assert "warning: eval is off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_seeds_prove_nothing(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chaos", "--seeds", count]) == cli.FAILED
+    assert f"--seeds is {count}" in capsys.readouterr().err

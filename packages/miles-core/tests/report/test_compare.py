@@ -209,3 +209,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
 def test_text_of_runs_without_anything(tmp_path):
     runs = [read_run(make(tmp_path / "a", {})), read_run(make(tmp_path / "b", {}))]
     assert to_text(runs) == "None of these runs has logged a step."
+
+
+def test_a_damaged_ledger_is_named_beside_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers that lack it would pass for complete."""
+    runs = [make(tmp_path / name, {1: {"reward/mean": 0.5}}) for name in ("a", "b")]
+    (runs[1] / "ledger.db").write_bytes(b"no database" * 100)
+    assert cli.main(["report", *map(str, runs)]) == cli.DONE
+    assert "b: The ledger could not be read" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from miles_core.ledger import table
 from miles_core.monitor.summary import TERMINAL_FATES, format_seconds
+from miles_core.text import visible
 
 from .chart import format_number
 from .markup import percent
