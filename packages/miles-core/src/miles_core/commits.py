@@ -35,6 +35,8 @@ class Commits:
         self._checkpoints = checkpoints
         self._ledger = ledger
         self._writing: asyncio.Task[None] | None = None
+        self._step = 0
+        """Of the checkpoint that is being written."""
         self.last = 0
         """Newest committed step."""
 
@@ -53,6 +55,7 @@ class Commits:
         began = time.monotonic()
         await self.drain()
         waited = time.monotonic()
+        self._step = step
         folder = self._checkpoints.begin(step)
         await trainers.begin_save(folder / TRAINER)
         self._writing = asyncio.create_task(self._finish(step, trainers, dict(state)), name=f"checkpoint {step}")
@@ -75,6 +78,7 @@ class Commits:
             writing, self._writing = self._writing, None
             writing.cancel()
             await asyncio.wait([writing])
+            self._checkpoints.abandon(self._step)  # also of a task that was cancelled before it began
             if not writing.cancelled() and (error := writing.exception()) is not None:
                 logger.warning("the last checkpoint was not completed: %s", error)
 
