@@ -57,7 +57,7 @@ def test_the_latest_is_the_one_with_the_highest_number(folder):
     found = checkpoints.latest()
     assert found is not None
     assert found.step == 100
-    os.rename(folder / "step-000100", folder / "step-1000000")
+    save(checkpoints, 1_000_000)
     found = checkpoints.latest()
     assert found is not None
     assert found.step == 1_000_000, "more digits than the usual name has"
@@ -293,3 +293,15 @@ def test_a_state_of_a_newer_miles_is_refused(folder):
     found = module.Checkpoint(1, path)
     with pytest.raises(CheckpointError, match="has format 7; this version of Miles reads format 1"):
         checkpoints.load_state(found)
+
+
+def test_one_that_was_given_the_name_of_another_step_is_passed_over(folder, caplog):
+    """Its weights would go on with groups that another step trained."""
+    checkpoints = Checkpoints(folder)
+    save(checkpoints, 2)
+    save(checkpoints, 4)
+    (folder / "step-000002").rename(folder / "step-000006")
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 4
+    assert "step-000006 is passed over: its COMPLETE is of step 2" in caplog.text

@@ -4,8 +4,9 @@
             └─▶ COMPLETE (names and sizes) ─▶ rename ─▶ step-000012/ ─▶ older ones removed
 
 Everything is on the device before the marker is, and the marker before the name. A folder without a marker, with a
-file that is shorter than its marker says, or with another name is never loaded; what was left over is removed when
-the run starts again. A checkpoint that somebody reads holds a lock that retention respects, also across processes.
+file that is shorter than its marker says, or with the name of another step is never loaded; what was left over is
+removed when the run starts again. A checkpoint that somebody reads holds a lock that retention respects, also across
+processes.
 """
 
 from __future__ import annotations
@@ -235,13 +236,16 @@ def _incomplete(path: Path) -> str | None:
         return "a process died while it was written"
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        sizes = {name: (path / name).stat().st_size for name in marker["files"]}
+        files = dict[str, int](marker["files"])
+        sizes = {name: (path / name).stat().st_size for name in files}
     except FileNotFoundError as error:
         missing = Path(error.filename).relative_to(path)
         return f"it has no {missing}" if path.is_dir() else "it is no folder"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its {MARKER} cannot be read ({error})"
-    for name, size in marker["files"].items():
+    if marker["step"] != _number(path):
+        return f"its {MARKER} is of step {marker['step']}"
+    for name, size in files.items():
         if sizes[name] != size:
             return f"{name} has {sizes[name]:,} bytes of {size:,}"
     return None

@@ -91,7 +91,7 @@ class Commits:
             await trainers.finish_save()
             if self._ledger is not None:
                 self._ledger.sync()  # what the checkpoint was trained on is on the device before the checkpoint counts
-            path = await asyncio.to_thread(self._checkpoints.complete, step, state)
+            path = await self._complete(step, state)
         except BaseException:
             self._checkpoints.abandon(step)
             raise
@@ -99,3 +99,13 @@ class Commits:
             self._ledger.commit(step, path.name)
         self.last = step
         logger.info("step %d is committed: %s", step, path)
+
+    async def _complete(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Once begun it comes to its end, whoever lets go: a thread that is left alone would complete a checkpoint
+        after the run has looked for the newest one, of a branch that is dead by then."""
+        completing = asyncio.ensure_future(asyncio.to_thread(self._checkpoints.complete, step, state))
+        try:
+            return await asyncio.shield(completing)
+        except asyncio.CancelledError:
+            await asyncio.wait([completing])
+            return completing.result()
