@@ -217,3 +217,11 @@ def test_a_damaged_ledger_is_named_beside_the_numbers(tmp_path: Path, capsys: py
     (runs[1] / "ledger.db").write_bytes(b"no database" * 100)
     assert cli.main(["report", *map(str, runs)]) == cli.DONE
     assert "b: The ledger could not be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "fin', b"\xff\xac", b"[1]", b'{"of": "another version"}'])
+def test_a_damaged_summary_is_named_and_the_rest_is_shown(tmp_path: Path, content: bytes) -> None:
+    run = make(tmp_path / "a", {1: {"reward/mean": 0.5}})
+    (run / "summary.json").write_bytes(content)
+    assert cli.main(["report", str(run)]) == cli.DONE
+    assert "The summary could not be read" in (run / "report.html").read_text()

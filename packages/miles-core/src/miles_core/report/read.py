@@ -66,7 +66,7 @@ def read_run(path: Path) -> RunData:
         book=book,
         dropped=read_metrics(path, DISCARDED_FILE),
         warm_up=read_metrics(path / "sft"),
-        summary=read_summary(path),
+        summary=_summary(path, notes),
         config=_json(path / "config.json", notes),
         environment=_json(path / "environment.json", notes),
         shown=shown,
@@ -128,6 +128,14 @@ def _sparse(groups: Iterator[Group], *, keep: int = 64) -> list[Group]:
 
 def _version(group: Group) -> int:
     return min((v for e in group.episodes if (v := e.oldest_version) is not None), default=-1)
+
+
+def _summary(path: Path, notes: list[str]) -> RunSummary | None:
+    try:
+        return read_summary(path)
+    except (ValueError, TypeError) as error:  # a disk that was full at the end of the run leaves a part of it
+        notes.append(f"The summary could not be read: {error}")
+        return None
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
