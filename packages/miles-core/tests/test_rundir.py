@@ -69,7 +69,14 @@ def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
 
 def test_facts_that_cannot_be_read_are_an_error_with_the_file(tmp_path: Path) -> None:
     run = rundir.create(tmp_path, "toy", config={})
-    for content in (b"{", b"", b"\xff", b"[]", b'{"kind": "dpo", "import_paths": []}', b'{"kind": "rl", "import_paths": "a"}'):
+    for content in (
+        b"{",
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"kind": "dpo", "import_paths": []}',
+        b'{"kind": "rl", "import_paths": "a"}',
+    ):
         (run.path / "run.json").write_bytes(content)
         with pytest.raises(RunDirError, match=r"run\.json cannot be read"):
             run.facts()

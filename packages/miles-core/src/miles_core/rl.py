@@ -37,7 +37,7 @@ from .metrics import Arrivals
 from .monitor import Monitor, MultiMonitor
 from .monitor.alarms import Alarms
 from .parts import Parts, TrainerLost
-from .resume import refuse
+from .resume import ResumeError, refuse
 from .rundir import RunDir, environment
 from .starting import Started, started
 from .takeup import take_up
@@ -130,6 +130,7 @@ class RLRun:
         self._checkpoints.clean()
         keeps_old = "keep" in (rollout.put_policy, rollout.take_policy)
         found = self._checkpoints.latest()
+        self._check_commits(found.step if found else 0)
         adopted = adopt_spooled(self._ledger, self._run_dir.trajectories)
         start = self._ledger.start(
             None if self._ledger.is_new else found.step if found else 0,
@@ -143,6 +144,20 @@ class RLRun:
         if start:
             step = found.step if found else 0
             logger.info("start %d goes on from step %d; %d groups were on disk alone", start, step, adopted)
+
+    def _check_commits(self, step: int) -> None:
+        """What the ledger calls committed must be there: going on from less would undo it without a word."""
+        if step >= (committed := self._ledger.last_commit()):
+            return
+        lost = (
+            f"Step {committed} is committed, but the newest complete checkpoint in {self._run_dir.checkpoints} is of "
+            f"step {step}: {committed - step} committed steps would be undone."
+        )
+        if not self._accept_changes:
+            raise ResumeError(
+                f"{lost} Bring the missing checkpoint back, or say --accept-changes to train those steps again."
+            )
+        logger.warning("accepted: %s", lost)
 
     async def _train_to_the_end(self, run: Started) -> None:
         """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""

@@ -191,6 +191,7 @@ def test_a_checkpoint_commits_its_step_and_those_before(ledger: Ledger) -> None:
     ledger.commit(2, "step-000002")
     committed = "SELECT version, committed_at IS NOT NULL, checkpoint FROM steps"
     assert rows(ledger, committed) == [(1, 1, None), (2, 1, "step-000002"), (3, 0, None)]
+    assert ledger.last_commit() == 2
     with pytest.raises(LedgerError, match="of step 4, which this ledger does not hold: its newest step is 3"):
         ledger.commit(4, "step-000004")
     assert ledger.verify() == []

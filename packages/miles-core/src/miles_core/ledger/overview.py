@@ -101,13 +101,15 @@ def query(path: Path, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
             rows = cursor.fetchmany(MOST_ROWS + 1)
         except (sqlite3.Error, sqlite3.Warning, UnicodeEncodeError) as error:
             if time.monotonic() > end:
-                raise LedgerError(f"The query took longer than {QUERY_S:g} s and was stopped. Make it smaller.") from error
+                raise LedgerError(
+                    f"The query took longer than {QUERY_S:g} s and was stopped. Make it smaller."
+                ) from error
             tables = (
                 "starts, groups, changes, episodes, attempts, steps, step_groups, segments, happenings, evaluations"
             )
             raise LedgerError(
-                f"The query failed: {str(error).rstrip('.')}. It is one SELECT over the tables {tables}; see `SELECT sql FROM "
-                "sqlite_schema`."
+                f"The query failed: {str(error).rstrip('.')}. It is one SELECT over the tables {tables}; see "
+                "`SELECT sql FROM sqlite_schema`."
             ) from error
         if len(rows) > MOST_ROWS:
             raise LedgerError(f"The query has more than {MOST_ROWS:,} rows. Count them, or say LIMIT.")

@@ -148,6 +148,12 @@ def last_version(db: sqlite3.Connection) -> int:
     return db.execute("SELECT max(version) FROM steps WHERE dropped_start IS NULL").fetchone()[0] or 0
 
 
+def last_commit(db: sqlite3.Connection) -> int:
+    """The newest committed step of the surviving lineage; 0 before the first."""
+    newest = "SELECT max(version) FROM steps WHERE dropped_start IS NULL AND committed_at IS NOT NULL"
+    return db.execute(newest).fetchone()[0] or 0
+
+
 def live_step(db: sqlite3.Connection, version: int) -> tuple[int, int] | None:
     """Row and start of step `version` in the surviving lineage."""
     return db.execute(

@@ -261,6 +261,11 @@ class Ledger(Transactions):
         with self._reading() as db:
             return queries.open_groups(db)
 
+    def last_commit(self) -> int:
+        """The newest step that a checkpoint has made durable; 0 before the first."""
+        with self._reading() as db:
+            return queries.last_commit(db)
+
     def counts(self) -> FateCounts:
         with self._reading() as db:
             return queries.counts(db)
