@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from core_records import make_group
-from miles_core.metrics import Arrivals
+from miles_core.metrics import Arrivals, rollout_metrics
+from miles_rollout.policies import MASKED_EPISODES
 from miles_tito.summary import GroupRef, summarize
 
 
@@ -45,3 +47,13 @@ def test_a_run_that_has_seen_one_reward_only_guesses_which_end_it_is(reward: flo
 
 def test_a_step_without_arrivals_has_no_numbers() -> None:
     assert all(math.isnan(value) for value in metrics().values())
+
+
+def test_an_episode_that_is_not_trained_makes_nothing_stale() -> None:
+    ref = summarize(make_group("g", [[4], [6]], version=2))
+    assert rollout_metrics([ref], version=5)["staleness/max"] == 3
+    masked = replace(ref, metadata={MASKED_EPISODES: ("g/0", "g/1")})
+    fresh = summarize(make_group("f", [[4], [6]], version=5))
+    found = rollout_metrics([masked, fresh], version=5)
+    assert (found["staleness/max"], found["staleness/mean"]) == (0, 0)
+    assert found["batch/episodes"] == 4

@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 
 from miles_rollout.fates import FateCounts
+from miles_rollout.policies import MASKED_EPISODES
 from miles_tito.summary import EpisodeSummary, GroupRef
 
 
 def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, float]:
     """Reward, length, staleness and outcome of the episodes about to be trained at `version`.
+
+    Staleness is that of what is trained: an episode that only counts for the baseline makes nothing stale.
 
     Metrics that environments report are averaged over the episodes that report them, with a coverage beside
     each that not every episode reports.
@@ -19,7 +22,8 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     tokens = [sum(t.num_loss_tokens for t in e.trajectories) for e in episodes]
     lengths = [t.num_tokens for e in episodes for t in e.trajectories]
-    oldest = [e.oldest_version for e in episodes if e.oldest_version is not None]
+    masked = {name for group in groups for name in group.metadata.get(MASKED_EPISODES, ())}
+    oldest = [e.oldest_version for e in episodes if e.oldest_version is not None and e.id not in masked]
     metrics = {
         "reward/mean": mean(rewards),
         "reward/std": _std(rewards),

@@ -38,13 +38,25 @@ async def cluster(config: RayConfig) -> AsyncIterator[None]:
             options["object_store_memory"] = config.object_store_bytes
     else:
         options["address"] = config.address
-    starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
+    starting = asyncio.ensure_future(asyncio.to_thread(_start, options))
     try:
         await asyncio.shield(starting)
         yield
     finally:
         await asyncio.wait([starting])  # Ray cannot be interrupted while it starts, and must not be left running
         await asyncio.to_thread(ray.shutdown)
+
+
+def _start(options: dict[str, Any]) -> None:
+    """Start or join Ray; once more where a busy machine took longer than the fixed time that Ray gives its parts."""
+    try:
+        ray.init(**options)
+    except RuntimeError as error:
+        if "Timed out" not in str(error):
+            raise
+        logger.warning("Ray did not start in its time and is started once more: %s", error)
+        ray.shutdown()
+        ray.init(**options)
 
 
 def spawn(

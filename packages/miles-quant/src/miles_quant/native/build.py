@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = ("vectors.h", "kernels.h", "kernels.cpp", "dispatch.cpp")
-LIBRARY = "_kernels.so"
+LIBRARY = "kernels.native"
+"""A shared library; under the usual name Python would take it for a module of its own."""
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
