@@ -82,20 +82,20 @@ def line(seed: int, name: str, path: Path) -> str:
     before, after = (f"{row['eval/score']:.3f} ± {row['eval/stderr']:.3f}" for row in (scores[0], scores[-1]))
     fates = summary["fates"]
     num_gone = fates["issued"] - sum(fates[f] for f in ("trained", "filtered", "stale", "failed", "aborted"))
-    ready, step = seconds_to_go_on(path, rows)
-    return (
-        f"| {seed} | {name} | {before} | {after} | {num_lost} | {num_gone} / {fates['twice']} | {ready:.1f} s | "
-        f"{step:.1f} s |"
-    )
+    times = seconds_to_go_on(path, rows)
+    ready, step = ("-", "-") if times is None else (f"{seconds:.1f} s" for seconds in times)
+    return f"| {seed} | {name} | {before} | {after} | {num_lost} | {num_gone} / {fates['twice']} | {ready} | {step} |"
 
 
-def seconds_to_go_on(path: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Of the last start: until its engine was ready, and from there until its first step was logged."""
+def seconds_to_go_on(path: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+    """Of the last start: until its engine was ready, and from there until its first step; None without a resume."""
     log = (path / "log" / "driver.log").read_text()
     with_time = re.compile(r"^([\d-]+ [\d:]+,\d+) \S+ (.*)$", re.MULTILINE)
     told = [(datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp(), text) for at, text in with_time.findall(log)]
     ready = max(at for at, text in told if "engines at" in text)
-    began = max((at for at, text in told if "goes on from step" in text), default=told[0][0])
+    began = max((at for at, text in told if "goes on from step" in text), default=None)
+    if began is None:
+        return None
     first = min(row["time"] for row in rows if "loss/total" in row and row["time"] > ready)
     return ready - began, first - ready
 
