@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 from miles_train.errors import CheckpointError
 
+from .durable import sync
+
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
@@ -115,7 +117,7 @@ class Checkpoints:
             files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
             _write(partial / MARKER, {"step": step, "bytes": sum(files.values()), "files": files})
             partial.rename(path)
-            _sync(self._folder)
+            sync(self._folder)
         except OSError as error:
             raise self._failed(step, error) from error
         self._prune()
@@ -274,20 +276,12 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
         file.write(json.dumps(value, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _sync_tree(folder: Path) -> None:
     """Files and names of a folder, from the leaves up."""
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(place) / name)
-        _sync(Path(place))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(place) / name)
+        sync(Path(place))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from miles_tito.summary import GroupRef
 from miles_weightsync.config import PushConfig
 
 from . import loop
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoint, Checkpoints
 from .commits import Commits
 from .config import Config
 from .errors import cause
@@ -103,11 +103,7 @@ class RLRun:
         finally:
             await self._commits.forget()
             self._scores = self._ledger.scores()
-            counts = self._ledger.counts()
-            self._fates = {
-                name: getattr(counts, name)
-                for name in ("issued", "trained", "filtered", "stale", "failed", "aborted", "in_flight", "twice")
-            }
+            self._fates = asdict(self._ledger.counts())
             self._ledger.close()
 
     def summary(self) -> dict[str, Any]:
@@ -170,8 +166,8 @@ class RLRun:
                 if are_lost:
                     await run.trainers.restart()
                     await run.trainers.setup(self._config.train, run.policy)
-                await self._go_back(run, in_place=are_lost)
-                return await self._train(run, in_flight)
+                commit = await self._go_back(run, in_place=are_lost)
+                return await self._train(run, in_flight, commit)
             except Exception as error:
                 lost = cause(error)
                 restarts = 1 if self._commits.last > committed else restarts + 1
@@ -182,8 +178,8 @@ class RLRun:
             await self._commits.forget()
             are_lost = True
 
-    async def _go_back(self, run: Started, *, in_place: bool) -> None:
-        """Trainer, ledger and monitors to the newest committed step, which at a first start is 0.
+    async def _go_back(self, run: Started, *, in_place: bool) -> Checkpoint | None:
+        """Trainer, ledger and monitors to the newest checkpoint, which is returned; without one, to step 0.
 
         Args:
             in_place: this process trained before; a new one is where it is by `_begin`.
@@ -198,15 +194,16 @@ class RLRun:
         self.version = self._commits.last = step
         if returned:
             logger.info("back at step %d: %d groups trained after it return to the buffer", step, returned)
+        return found
 
-    async def _train(self, run: Started, in_flight: InFlight) -> None:
+    async def _train(self, run: Started, in_flight: InFlight, commit: Checkpoint | None) -> None:
         """Push the version that the trainer holds, then the loop, with evaluations before, during and after it."""
         config = self._config
         await run.trainers.connect(run.fleet.urls, self._push_config(run))
         await run.trainers.push(self.version)
         logger.info("the engines serve version %d", self.version)
         prompts = await run.workers.prompts(config.env.split, config.env.num_prompts)
-        self._check_unchanged(run, prompts)
+        self._check_unchanged(run, prompts, commit)
         stream = PromptStream(prompts, seed=config.run.seed)
         stream.restore({**stream.state(), "drawn": self._ledger.drawn()})
         resume = take_up(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)
@@ -217,7 +214,7 @@ class RLRun:
             self._monitor.log_late(self.version, metrics)
         if self._usage is None:
             self._usage = Usage(await run.sessions.counters(), monitor=self._monitor)
-        if not self._commits.last and not self._checkpoints.latest():
+        if commit is None:
             await self._commit(run, 0)  # a run that dies in its first steps goes on from here
         try:
             await loop.run(
@@ -254,11 +251,11 @@ class RLRun:
         await run.trainers.export(self._run_dir.checkpoints / "final")
         self._ledger.require_sound()
 
-    def _check_unchanged(self, run: Started, prompts: Sequence[Prompt]) -> None:
+    def _check_unchanged(self, run: Started, prompts: Sequence[Prompt], commit: Checkpoint | None) -> None:
         """Model and data are those that the last commit was made with."""
         self._fingerprint = {"model": fingerprint_model(run.policy), "prompts": fingerprint_prompts(prompts)}
-        if (found := self._checkpoints.latest()) is not None:
-            before = self._checkpoints.load_state(found)["fingerprint"]
+        if commit is not None:
+            before = self._checkpoints.load_state(commit)["fingerprint"]
             refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
 
     # ---- called by the loop

@@ -17,14 +17,17 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import zstandard
 from miles_tito.errors import MilesError
 from miles_tito.records import Group
+from miles_tito.summary import GroupRef, summarize
 from miles_tito.wire import decode, encode
+
+from .durable import sync
 
 _HEADER = struct.Struct("<4sHQI")
 _MAGIC = b"MSPL"
@@ -104,13 +107,19 @@ class SpoolWriter:
             except OSError as error:
                 raise SpoolError(f"Cannot create {self._directory / self._file}: {error}.") from error
         self._offset = 0
-        _flush_folder(self._directory)  # a file that the folder forgets holds nothing durably
+        sync(self._directory)  # a file that the folder forgets holds nothing durably
 
     def _write(self, record: bytes) -> None:
         rest = memoryview(record)
         while rest:  # a nearly full disk takes a part of it; the next write says why not more
             rest = rest[os.write(self._fd, rest) :]
         os.fdatasync(self._fd)
+
+
+def spooled(group: Group, address: SpoolAddress, directory: Path, *, stored: Any = None) -> GroupRef:
+    """What the driver keeps of a group that lies at `address`; `stored` is its reference in the object store."""
+    ref = summarize(group, handle=GroupHandle(ref=stored, address=address, directory=directory))
+    return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
 
 
 def read_group(directory: Path, address: SpoolAddress) -> Group:
@@ -185,14 +194,6 @@ def _last_segment(directory: Path, name: str) -> int:
     pattern = re.compile(re.escape(name) + r"\.(\d+)\.spool")
     found = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return max((int(match[1]) for match in found if match), default=-1)
-
-
-def _flush_folder(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _read_header(file: BinaryIO) -> tuple[int, int, int, int] | None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from miles_rollout.resume import Resume, ResumedGroup, Retry
 from miles_tito.errors import MilesError
 from miles_tito.records import Prompt
-from miles_tito.summary import GroupRef, TrajectorySummary, summarize
+from miles_tito.summary import GroupRef, TrajectorySummary
 
-from .ledger import Ledger, OpenGroup, effective_versions
-from .spool import GroupHandle, SpoolAddress, read_group
+from .ledger import Ledger, OpenGroup
+from .spool import SpoolAddress, read_group, spooled
 
 
 class TakeUpError(MilesError, ValueError):
@@ -43,33 +43,29 @@ def _resumed(group: OpenGroup, prompts: Mapping[str, Prompt], trajectories: Path
         id=group.id,
         prompt=_prompt(group.prompt_id, prompts),
         issued_version=group.issued_version,
-        ref=None if group.address is None else _on_this_branch(_summary(trajectories, group.address), group.rewinds),
+        ref=None if group.address is None else _result(group, group.address, trajectories),
         is_admitted=group.is_admitted,
         attempt=group.attempt,
     )
 
 
-def _summary(trajectories: Path, address: SpoolAddress) -> GroupRef:
-    """A spooled group as its worker would hand it out."""
-    handle = GroupHandle(ref=None, address=address, directory=trajectories)
-    ref = summarize(read_group(trajectories, address), handle=handle)
-    return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
-
-
-def _on_this_branch(ref: GroupRef, rewinds: Sequence[int]) -> GroupRef:
-    """The versions of its tokens as they count after the run went back to each of `rewinds`."""
-
-    def versions(trajectory: TrajectorySummary) -> TrajectorySummary:
-        oldest, newest = trajectory.oldest_version, trajectory.newest_version
-        if oldest is None or newest is None:
-            return trajectory
-        oldest, newest = effective_versions(oldest, newest, rewinds)
-        return replace(trajectory, oldest_version=oldest, newest_version=newest)
-
-    episodes = tuple(
-        replace(episode, trajectories=tuple(versions(t) for t in episode.trajectories)) for episode in ref.episodes
+def _result(group: OpenGroup, address: SpoolAddress, trajectories: Path) -> GroupRef:
+    """What lies in the spool, its versions as they count on the branch that the run goes on from."""
+    ref = spooled(read_group(trajectories, address), address, trajectories)
+    return replace(
+        ref,
+        episodes=tuple(
+            replace(episode, trajectories=tuple(_on_this_branch(group, t) for t in episode.trajectories))
+            for episode in ref.episodes
+        ),
     )
-    return replace(ref, episodes=episodes)
+
+
+def _on_this_branch(group: OpenGroup, trajectory: TrajectorySummary) -> TrajectorySummary:
+    versions = group.versions(trajectory.oldest_version, trajectory.newest_version)
+    if versions is None:
+        return trajectory
+    return replace(trajectory, oldest_version=versions[0], newest_version=versions[1])
 
 
 def _prompt(prompt_id: str, prompts: Mapping[str, Prompt]) -> Prompt:

@@ -21,7 +21,7 @@ from miles_tito.summary import GroupRef, summarize
 
 from .config import EnvConfig
 from .importing import call, load
-from .spool import GroupHandle, SpoolWriter
+from .spool import SpoolWriter, spooled
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +138,7 @@ class RolloutWorker:
             prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
         )
         address = await asyncio.get_running_loop().run_in_executor(self._disk, self._spool.append, group)
-        ref = summarize(
-            group, handle=GroupHandle(ref=self._store(group), address=address, directory=self._trajectories)
-        )
-        return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
+        return spooled(group, address, self._trajectories, stored=self._store(group))
 
     async def evaluate_group(
         self,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container
-from dataclasses import replace
 from pathlib import Path
 
-from miles_tito.summary import summarize
-
-from miles_core.spool import SpoolAddress, SpoolError, read_group, read_ids
+from miles_core.spool import SpoolAddress, SpoolError, read_group, read_ids, spooled
 
 from .writer import Ledger
 
@@ -48,8 +45,8 @@ def _adopt_from(path: Path, ledger: Ledger, awaited: Container[str]) -> int:
 
 def _adopt(directory: Path, address: SpoolAddress, ledger: Ledger) -> bool:
     try:
-        ref = summarize(read_group(directory, address))
+        ref = spooled(read_group(directory, address), address, directory)
     except SpoolError as error:
         logger.warning("left out, its group runs again: %s", error)
         return False
-    return ledger.adopt(replace(ref, handle=None, metadata={**ref.metadata, "spool": (address.file, address.offset)}))
+    return ledger.adopt(ref)
