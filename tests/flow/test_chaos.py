@@ -24,7 +24,7 @@ from miles_core.chaos.faults import KINDS, MOST_STARTS, Fault, draw_faults
 from miles_core.chaos.record import Record
 from miles_core.chaos.seed import Verdict, play, shrink
 from miles_core.chaos.settings import draw_config
-from miles_core.ledger import Ledger, queries
+from miles_core.ledger import Ledger, OpenGroup, queries
 from miles_core.monitor import JsonlMonitor
 from miles_core.spool import SpoolWriter
 from miles_rollout.buffer import GroupBuffer
@@ -84,6 +84,7 @@ def nothing_returns(_: Any, version: int) -> list[tuple[int, str]]:
 def patch(owner: Any, **new: Any) -> None:
     """In the process of one start, which ends with it."""
     for name, value in new.items():
+        assert hasattr(owner, name), f"{owner} has no {name} to break: the bug would be planted nowhere"
         setattr(owner, name, value)
 
 
@@ -141,9 +142,13 @@ def plant_late_snapshot() -> None:
     patch(ranks, __init__=with_late)
 
 
+def recorded_versions(_: OpenGroup, oldest: int | None, newest: int | None) -> tuple[int, int] | None:
+    return None if oldest is None or newest is None else (oldest, newest)
+
+
 def plant_versions_as_recorded() -> None:
     """Versions of a dead branch count like those of the living one."""
-    patch(takeup, effective_versions=lambda oldest, newest, rewinds: (oldest, newest))
+    patch(OpenGroup, versions=recorded_versions)
 
 
 def plant_engine_left_behind() -> None:
