@@ -24,6 +24,22 @@ class StagingError(WeightSyncError, RuntimeError):
     """Shared memory for the buckets cannot be had."""
 
 
+class TransportError(WeightSyncError, RuntimeError):
+    """Bytes could not be brought into a receiver's memory; names the region, the offset, the bytes and the cause."""
+
+
+class RegionError(TransportError, ValueError):
+    """A region, a range within one, or the data for it are not what the transport can use."""
+
+
+class TransportTimeout(TransportError, TimeoutError):
+    """Writes did not finish within the deadline of a wait."""
+
+
+class MissingDependency(WeightSyncError, ImportError):
+    """A transport needs a package that is not installed; says which to install."""
+
+
 class EngineRequestError(WeightSyncError, RuntimeError):
     """An engine refused an update request, answered nonsense, or did not answer in time.
 

@@ -13,6 +13,8 @@ import fcntl
 import mmap
 import os
 import secrets
+import struct
+import threading
 import weakref
 from pathlib import Path
 
@@ -45,6 +47,9 @@ class Segment:
         """Bytes of data, header not counted."""
         self.memory = mmap.mmap(fd, HEADER_BYTES + nbytes)
         self._fd = fd
+        self.num_writers = 0
+        """Threads of this process that have entered."""
+        self._writers_lock = threading.Lock()
         self._links: set[str] = set()
         # Runs on close, on garbage collection and at interpreter exit: no path leaves a name behind.
         self._finalize = weakref.finalize(self, _release, os.getpid(), fd, name if owned else None, self._links)
@@ -100,6 +105,35 @@ class Segment:
         while self._links:
             _unlink(self._links.pop())
 
+    def enter(self) -> None:
+        """Say that this process writes, until `leave`. May be called by several threads."""
+        with self._writers_lock:
+            if self.num_writers == 0:
+                _record_lock(self._fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
+            self.num_writers += 1
+
+    def leave(self) -> None:
+        """A thread of this process has stopped writing."""
+        with self._writers_lock:
+            self.num_writers -= 1
+            if self.num_writers == 0:
+                _record_lock(self._fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+
+    @property
+    def has_writers(self) -> bool:
+        """Another holder of this segment has entered and not left; the kernel counts a process that died as left."""
+        return _record_lock(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
+
+    @property
+    def owner_is_dead(self) -> bool:
+        """Nobody will read this memory. For those who attached."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
     def close(self) -> None:
         """Remove every name and give the memory back once no tensor looks at it."""
         self._finalize()
@@ -124,6 +158,25 @@ def clean_stale() -> list[str]:
         finally:
             os.close(fd)
     return removed
+
+
+_FLOCK = struct.Struct("hhqqi4x")
+"""The C structure `flock` where `off_t` has 64 bits: kind, whence, start, length, pid."""
+
+
+def _record_lock(fd: int, command: int, kind: int) -> int:
+    """Lock the first byte for the open file (so that threads share it), or ask who does.
+
+    Returns:
+        The kind of lock that stands in the way (F_OFD_GETLK), or the kind that was set.
+    """
+    answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+    return int(_FLOCK.unpack(answer)[0])
+
+
+def is_linked(name: str) -> bool:
+    """Whether a segment still has this name."""
+    return os.path.exists(os.path.join(SHM_DIR, name))
 
 
 def _link(fd: int, name: str) -> None:

@@ -1,0 +1,151 @@
+"""The sender's bookkeeping that all transports share: tickets, ranges, overlaps, deadlines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..errors import RegionError, TransportError, TransportTimeout
+from .base import Bytes, Region, Ticket
+
+
+class Write:
+    """One write and how it stands. Changed only under the lock of its outbox."""
+
+    __slots__ = ("data", "error", "is_cancelled", "is_finished", "nbytes", "offset", "pending", "region")
+
+    def __init__(self, region: Region, offset: int, data: Bytes) -> None:
+        self.region = region
+        self.offset = offset
+        self.data = data
+        self.nbytes = data.nbytes
+        self.is_cancelled = False
+        self.is_finished = False
+        self.error: TransportError | None = None
+        self.pending = 1
+        """Pieces that have not arrived, for transports that split a write."""
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes at offset {self.offset} of {self.region}"
+
+
+class OutboxBase(ABC):
+    """An outbox less the way in which bytes travel."""
+
+    transport: str
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unfinished: dict[tuple[object, ...], list[Write]] = {}
+        self._is_closed = False
+
+    def write(self, region: Region, offset: int, data: Bytes) -> Ticket:
+        check_data(data)
+        self._check(region, offset, data.nbytes)
+        write = Write(region, offset, data)
+        if write.nbytes == 0:
+            write.is_finished = True
+            return write
+        with self._changed:
+            others = self._unfinished.setdefault(region.key, [])
+            for other in others:
+                if offset < other.offset + other.nbytes and other.offset < offset + write.nbytes:
+                    raise RegionError(
+                        f"A write of {write} overlaps one of {other} that is not finished. Wait for it first."
+                    )
+            others.append(write)
+        try:
+            self._begin(write)
+        except TransportError as error:
+            self._finish(write, error)
+        return write
+
+    def lease(self, region: Region, offset: int, nbytes: int) -> Bytes | None:
+        self._check(region, offset, nbytes)
+        return None
+
+    def wait(self, tickets: Iterable[Ticket], *, timeout_s: float) -> None:
+        tickets, deadline = list(tickets), time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                failed = next((ticket for ticket in tickets if ticket.error is not None), None)
+                if failed is not None:
+                    assert failed.error is not None
+                    raise failed.error
+                late = [ticket for ticket in tickets if not ticket.is_finished]
+                if not late:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TransportTimeout(
+                        f"{len(late)} of {len(tickets)} writes have not arrived after {timeout_s:g} s; the first is {late[0]}. "
+                        "The receiver hangs or is slow: look at its log, or allow more time."
+                    )
+                self._changed.wait(left)
+
+    def cancel(self, region: Region) -> None:
+        with self._changed:
+            cancelled = list(self._unfinished.get(region.key, ()))
+            for write in cancelled:
+                write.is_cancelled = True
+        self._stop(region)
+        for write in cancelled:
+            self._finish(write, TransportError(f"The write of {write} was cancelled."))
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            regions = [writes[0].region for writes in self._unfinished.values() if writes]
+        for region in regions:
+            self.cancel(region)
+        self._shut()
+
+    @abstractmethod
+    def _begin(self, write: Write) -> None:
+        """Have other threads bring the bytes over, and call `_finish` then. A TransportError fails the write."""
+
+    @abstractmethod
+    def _stop(self, region: Region) -> None:
+        """Drop what is cancelled, end the work on a region, and give back what is held for it."""
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """End threads and connections; everything has been cancelled."""
+
+    def _finish(self, write: Write, error: TransportError | None = None) -> None:
+        """All pieces of a write, or one of several, have arrived, or it failed. The first failure stands."""
+        with self._changed:
+            if write.is_finished:
+                return
+            write.pending -= 1
+            if write.pending > 0 and error is None:
+                return
+            write.is_finished, write.error = True, error
+            others = self._unfinished[write.region.key]
+            others.remove(write)
+            if not others:
+                del self._unfinished[write.region.key]
+            self._changed.notify_all()
+
+    def _check(self, region: Region, offset: int, nbytes: int) -> None:
+        if self._is_closed:
+            raise TransportError(f"This {self.transport} outbox is closed; make another.")
+        if region.transport != self.transport:
+            raise RegionError(f"A {self.transport} outbox cannot write to {region}; make one for that transport.")
+        if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
+            raise RegionError(f"{nbytes} bytes at offset {offset} do not lie within {region}.")
+
+
+def check_data(data: Bytes) -> None:
+    """Raise unless this is what a write takes."""
+    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+        raise RegionError(
+            f"Data must be [n] contiguous uint8; got {data.dtype} of shape {list(data.shape)} with strides "
+            f"{list(data.strides)}. Use `np.ascontiguousarray(data).reshape(-1).view(np.uint8)`."
+        )
