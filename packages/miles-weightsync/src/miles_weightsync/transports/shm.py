@@ -73,7 +73,7 @@ class ShmInbox(InboxBase[_Memory]):
         while memory.segment.has_writers:
             if time.monotonic() > deadline:
                 raise TransportTimeout(
-                    f"A sender on this host still writes to {region} after {timeout_s:g} s: it hangs, is stopped, or has "
+                    f"A sender on this host still writes to {region} after {timeout_s:g} s: it hangs or has "
                     "not cancelled a lease. Nothing else can tell when its bytes are complete; drop this region."
                 )
             time.sleep(0.001)
