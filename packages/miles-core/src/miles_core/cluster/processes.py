@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
+from miles_tito.errors import MilesError
 
 from miles_core.config import RayConfig
 
@@ -17,6 +20,13 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 8.0
 """Every part of a run ends within this, or is killed."""
+
+LAST_LINES = 8
+"""Lines of a log of Ray that an error shows."""
+
+
+class RayStartError(MilesError, RuntimeError):
+    """Ray's own processes did not come up."""
 
 
 @asynccontextmanager
@@ -51,12 +61,28 @@ def _start(options: dict[str, Any]) -> None:
     """Start or join Ray; once more where a busy machine took longer than the fixed time that Ray gives its parts."""
     try:
         ray.init(**options)
-    except RuntimeError as error:
-        if "Timed out" not in str(error):
+    except Exception as error:  # Ray raises RuntimeError or a bare Exception, by the part that was late
+        if "timed out" not in str(error).lower():
             raise
-        logger.warning("Ray did not start in its time and is started once more: %s", error)
+        logger.warning("Ray did not start in its time and is started once more: %s\n%s", error, _last_words(str(error)))
         ray.shutdown()
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except Exception as again:
+            raise RayStartError(f"Ray did not start, twice: {again}\n{_last_words(str(again))}") from again
+
+
+def _last_words(error: str) -> str:
+    """The end of what Ray's head processes wrote: an error names the file waited for, not why nobody wrote it."""
+    session = re.search(r"/\S*/session_[^/\s]+", error)
+    if session is None:
+        return ""
+    logs = Path(session[0]) / "logs"
+    return "\n".join(
+        f"{path}: " + " | ".join(lines[-LAST_LINES:])
+        for path in sorted([*logs.glob("gcs_server.*"), *logs.glob("raylet.*")])
+        if (lines := path.read_text(errors="replace").splitlines())
+    )
 
 
 def spawn(
