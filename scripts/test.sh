@@ -33,12 +33,9 @@ lint() {
     check "import borders" lint-imports --no-logo
 }
 
-# Cheap tests first; the real engine last. pytest's summary stays the closing line of a good run.
+# Cheap tests first, the real engine last, unless arguments say what to run. pytest's summary stays the closing line of a good run.
 tests() {
-    local paths=(packages) folder
-    for folder in tests/workspace tests/docs tests/slim tests/flow tests/clients tests/real; do
-        [[ -d $folder ]] && paths+=("$folder")
-    done
+    (($#)) || set -- packages tests/workspace tests/docs tests/slim tests/flow tests/clients tests/real
     printf '\n== pytest\n'
     python -m pytest -m "not gpu" --durations=15 --durations-min=2 ${CI:+--verbose} "$@" </dev/null || failed+=("pytest")
 }
