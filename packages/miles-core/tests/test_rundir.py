@@ -95,6 +95,21 @@ def test_a_damaged_configuration_ends_a_resume_with_the_file(
     assert (made.path / "config.json").read_bytes() == content
 
 
+@pytest.mark.parametrize("words", [["--more", "1"], ["--steps", "9"]])
+def test_two_words_about_the_last_step_are_refused(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model": {"path": "/models/toy"}, "env": {"target": "task:env"}}
+    made = rundir.create(tmp_path, "toy", config=config)
+    assert made.lock is not None
+    made.lock.release()
+    assert cli.main(["resume", str(made.path), *words, "--run.steps", "12"]) != 0
+    told = capsys.readouterr().err
+    assert " ".join(words) in told
+    assert "`run.steps`" in told
+    assert "say one of them" in told
+
+
 def test_two_processes_never_run_in_one_directory(tmp_path: Path) -> None:
     """The one that holds it is named; when it is killed, the next one takes over at once."""
     made = rundir.create(tmp_path, "toy", config={})

@@ -51,6 +51,12 @@ def resume(
     loaded = load_config(words, kind=facts.kind, stored=stored)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    key = ("run" if facts.kind == "rl" else "sft", "steps")
+    asked = f"--steps {steps}" if steps is not None else f"--more {more}" if more is not None else ""
+    if asked and loaded.sources.get(key, rundir.CONFIG) != rundir.CONFIG:
+        raise ResumeError(
+            f"{asked} and `{'.'.join(key)}` of {loaded.sources[key]} contradict each other; say one of them."
+        )
     config = _with_steps(loaded.config, facts.kind, run_dir, steps=steps, more=more)
     changes = compare({"config": stored}, {"config": to_dict(config)})
     refuse(changes, accept_changes=accept_changes)

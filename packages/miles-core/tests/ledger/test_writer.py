@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ledger_life import event, finish, issue, make_ref, reopen, train, with_failed_attempts
 from miles_core.ledger import Ledger, LedgerError, Limits
+from miles_core.ledger.schema import connect, connect_readonly
 from miles_core.spool import SpoolAddress
 from miles_rollout.fates import Fate
 from miles_rollout.policies import MASKED_EPISODES
@@ -368,3 +371,14 @@ def test_happenings_and_evaluations_are_kept(ledger: Ledger) -> None:
         ("heldout", 0, 0.5, ""),
         ("heldout", 2, None, "the engine was gone"),
     ]
+
+
+@pytest.mark.parametrize("connect", [connect, connect_readonly])
+def test_a_pipe_or_a_folder_in_place_of_a_ledger_is_refused_at_once(
+    tmp_path: Path, connect: Callable[[Path], object]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(LedgerError, match="is no file"):
+            connect(tmp_path / name)

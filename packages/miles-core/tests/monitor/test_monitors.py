@@ -192,6 +192,19 @@ def test_a_kill_while_rows_are_moved_loses_none_and_doubles_none(tmp_path, monke
     assert rows == content
 
 
+def test_a_line_that_is_no_row_is_passed_over_and_stays(tmp_path):
+    monitor = JsonlMonitor(tmp_path)
+    monitor.log(1, {"loss/total": 1})
+    for line in ("{not json", "[3]", "7", '{"loss/total": 2}', '{"step": "two"}'):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
+    monitor.log(2, {"loss/total": 2})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    monitor.rewind(1)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
 def test_going_back_to_where_the_run_is_changes_nothing(tmp_path):
     monitor = JsonlMonitor(tmp_path)
     monitor.rewind(0)

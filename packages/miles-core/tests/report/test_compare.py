@@ -55,6 +55,7 @@ def test_two_runs_with_everything_are_compared_on_one_page(tmp_path):
 
 def test_runs_in_any_state_compare(tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
     run = LongRun(tmp_path / "goes-on")
     run.start()
     run.issue(3)

@@ -102,6 +102,7 @@ def test_a_killed_run_says_so_and_shows_what_it_has(make_run):
 
 
 def test_an_empty_run_says_that_nothing_was_logged(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     page = page_of(tmp_path)
     assert "No step has been logged yet." in page.words
     assert "no steps yet" in page.words
@@ -122,6 +123,9 @@ def test_damaged_files_become_notes(make_run):
 def test_something_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(report.ReportError, match="is not a directory"):
         report.write(tmp_path / "absent")
+    with pytest.raises(report.ReportError, match=r"is no run: it has none of config\.json, metrics\.jsonl"):
+        report.write(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_report_is_replaced_whole(make_run):

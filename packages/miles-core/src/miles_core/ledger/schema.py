@@ -220,6 +220,8 @@ def damaged(path: Path, error: sqlite3.Error) -> LedgerError:
 
 
 def _opened(path: Path, uri: str) -> sqlite3.Connection:
+    if path.exists() and not path.is_file():  # SQLite would wait on a pipe for ever
+        raise LedgerError(f"{path} is no file; a ledger is. Name the directory of a run.")
     try:
         return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30.0, check_same_thread=False)
     except sqlite3.Error as error:

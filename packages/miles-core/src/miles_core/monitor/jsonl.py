@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .summary import RunSummary
 
@@ -100,9 +100,7 @@ def read_metrics(run_dir: Path, file: str = METRICS_FILE) -> list[dict[str, floa
         return []
     rows: dict[int, dict[str, float]] = {}
     for line in path.read_bytes().split(b"\n"):
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except ValueError:
+        if (row := _row(line)) is None:
             continue
         merged = rows.setdefault(row["step"], {})
         merged |= {name: float(value) for name, value in row.items() if name != "time" or name not in merged}
@@ -116,12 +114,22 @@ def read_summary(run_dir: Path) -> RunSummary | None:
 
 
 def _split(content: bytes, step: int) -> tuple[list[bytes], list[bytes]]:
-    """Rows up to `step`, and those behind it."""
+    """Rows up to `step`, and those behind it; what is no row stays where it is, and readers pass over it."""
     kept: list[bytes] = []
     gone: list[bytes] = []
     for line in content.splitlines(keepends=True):
-        (gone if json.loads(line)["step"] > step else kept).append(line)
+        row = _row(line)
+        (gone if row is not None and row["step"] > step else kept).append(line)
     return kept, gone
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of the file; None for one that a failing disk or an editor left unreadable."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", row) if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _append_missing(path: Path, lines: Sequence[bytes]) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from miles_tito.errors import MilesError
 
+from miles_core.monitor.jsonl import METRICS_FILE
+from miles_core.rundir import CONFIG
+
 from . import compare_page
 from .charts import by_lag, main_charts, other_charts, thin, warm_up_charts
 from .compare import to_text
@@ -28,6 +31,7 @@ REPORT_FILE = "report.html"
 COMPARISON_FILE = "compare.html"
 MOST_RUNS = 7
 """As many as there are colours."""
+_OF_A_RUN = (CONFIG, METRICS_FILE, "ledger.db")
 
 
 class ReportError(MilesError, ValueError):
@@ -85,6 +89,8 @@ def render(run: RunData) -> str:
 def _check(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise ReportError(f"{run_dir} is not a directory. Give the directory of a run, e.g. runs/quickstart.")
+    if not any((run_dir / name).exists() for name in _OF_A_RUN):
+        raise ReportError(f"{run_dir} is no run: it has none of {', '.join(_OF_A_RUN)}. Give the run's directory.")
 
 
 def _save(path: Path, html: str) -> Path:
