@@ -30,6 +30,10 @@ STREAMS = ("gaps", "lows", "longs", "steps", "escapes")
 MAX_COUNT = 1 << 55
 """Elements that an array may have; the arithmetic of gaps stays within 64 bits."""
 
+EXPONENT_SHIFT = {1: 3, 2: 7, 4: 23}
+"""Bits below the exponent of e4m3, bfloat16 and float32, by the bytes of an element. Classes begin at exponents; of
+other formats they are as fine, if less apt."""
+
 _MAGIC, _FORMAT = b"\x93MWD", 1
 _HEADER = struct.Struct("<4s4B4Q")
 _DIGEST_BYTES = 16

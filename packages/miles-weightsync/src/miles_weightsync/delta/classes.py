@@ -12,14 +12,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from .blob import EXPONENT_SHIFT
 from .errors import DeltaError
 
 MAX_CLASSES = 16
 _CLASS_BITS = 700.0
 """What another class costs: a table entry, and the Huffman tables of its streams."""
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK = 128, 1024
-_EXPONENT_SHIFT = {1: 3, 2: 7, 4: 23}
-"""Bits below the exponent of e4m3, bfloat16 and float32; for other formats classes are as fine, if less apt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def plan_classes(old: np.ndarray, new: np.ndarray, *, count: int) -> ClassPlan:
     """Classes that make the delta of `count` elements short, going by a sample of both arrays."""
     if old.size == 0:
         return ClassPlan((0,), (0.0,))
-    shift = _EXPONENT_SHIFT[old.itemsize]
+    shift = EXPONENT_SHIFT[old.itemsize]
     exponents = magnitude(old) >> shift
     bins = int(exponents.max()) + 1
     changed = old != new

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from . import compiled
 from .blob import MAX_COUNT, Blob, Codec, Track, read_blob, write_blob
 from .classes import ClassPlan, class_of, locate, plan_classes, sample, wrong_base
 from .errors import DeltaError
-from .tracks import TrackWriter, check_tracks, is_wide, unpack
+from .tracks import TrackWriter, check_tracks, is_wide
+from .tracks import unpack as unpack_in_numpy
 
 _TYPES = ("|u1", "<u2", "<u4")
 _CHUNK = 1 << 20
@@ -52,7 +55,7 @@ def encode(old: np.ndarray, new: np.ndarray, *, codec: Codec = "fast") -> bytes:
         plan = ClassPlan((0,), (float(np.mean(sampled[0] != sampled[1])) if old.size else 0.0,))
     else:
         raise DeltaError(f"There is no codec {codec!r}; there are 'fast' and 'small'.")
-    changes, tracks, seen = _find(old, new, plan)
+    changes, tracks, seen = compiled.find(old, new, plan) or _find(old, new, plan)
     return write_blob(
         Blob(codec=codec, itemsize=old.itemsize, count=old.size, changes=changes, witness=seen, tracks=tracks)
     )
@@ -85,19 +88,14 @@ def decode_blob(blob: Blob, *, old: np.ndarray | None) -> Decoded:
     dtype = element_type(blob)
     if old is not None:
         check_fits(blob, old)
-    check_tracks(blob.tracks, count=blob.count)
-    parts = [unpack(track, dtype, limit=track.elements) for track in blob.tracks]
+    check_tracks(blob)
+    parts = [_unpack(track, dtype) for track in blob.tracks]
     if blob.codec == "fast":
-        if len(parts) != 1:
-            raise DeltaError(f"A `fast` delta has one track; this one has {len(parts)}.")
         positions, diffs = parts[0]
     else:
         if old is None:
             raise DeltaError("A `small` delta is decoded with the old values: pass `old`.")
-        floors, elements = [t.floor for t in blob.tracks], [t.elements for t in blob.tracks]
-        found = locate(old, floors, elements, [ranks for ranks, _ in parts])
-        order = np.argsort(found, kind="stable")
-        positions, diffs = found[order], np.concatenate([steps for _, steps in parts])[order]
+        positions, diffs = compiled.locate(old, blob.tracks, parts) or _locate(old, blob.tracks, parts)
     positions = positions.astype(np.uint32 if blob.count < 1 << 32 else np.uint64)
     if old is not None and blob.witness is not None and witness(positions, old[positions]) != blob.witness:
         raise wrong_base(f"where its {positions.size} changes belong, other values stand")
@@ -156,11 +154,29 @@ def _find(old: np.ndarray, new: np.ndarray, plan: ClassPlan) -> tuple[int, tuple
     return changes, tuple(tracks), seen % (1 << 64)
 
 
+def _unpack(track: Track, dtype: np.dtype[np.unsignedinteger]) -> tuple[np.ndarray, np.ndarray]:
+    limit = track.elements
+    return compiled.unpack(track, dtype, limit=limit) or unpack_in_numpy(track, dtype, limit=limit)
+
+
+def _locate(
+    old: np.ndarray, tracks: Sequence[Track], parts: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    floors, elements = [track.floor for track in tracks], [track.elements for track in tracks]
+    found = locate(old, floors, elements, [ranks for ranks, _ in parts])
+    order = np.argsort(found, kind="stable")
+    return found[order], np.concatenate([steps for _, steps in parts])[order]
+
+
+def _lies_plainly(array: np.ndarray) -> bool:
+    return array.flags.c_contiguous and array.flags.aligned
+
+
 def _check_array(array: np.ndarray, name: str) -> None:
-    if array.ndim != 1 or array.dtype.str not in _TYPES or not array.flags.c_contiguous:
+    if array.ndim != 1 or array.dtype.str not in _TYPES or not _lies_plainly(array):
         raise DeltaError(
-            f"`{name}` is {array.dtype} of shape {array.shape}; deltas are of contiguous 1-D uint8, uint16 or uint32 "
-            "arrays: bit patterns, as `tensor.view(...)` gives."
+            f"`{name}` is {array.dtype} of shape {array.shape}; deltas are of contiguous, aligned 1-D "
+            "arrays of uint8, uint16 or uint32: bit patterns, as `tensor.view(...)` gives."
         )
     if array.size > MAX_COUNT:
         raise DeltaError(f"`{name}` has {array.size} elements; a delta holds at most {MAX_COUNT}.")

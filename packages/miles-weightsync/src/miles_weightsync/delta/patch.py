@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from . import compiled
 from .blob import read_blob
 from .classes import wrong_base
-from .codec import Decoded, check_fits, decode_blob, witness
+from .codec import Decoded, check_fits, decode_blob, element_type, witness
 from .errors import DeltaError
+from .tracks import check_tracks
 
 
 def apply(target: np.ndarray, decoded: Decoded, *, columns: int | None = None, row_stride: int | None = None) -> None:
@@ -47,6 +49,12 @@ def apply_blob(
     if parts.codec == "small":
         old = _dense(target, parts.count, columns, row_stride)
         check_fits(parts, old)
+    else:
+        _check_target(target, parts.count, element_type(parts), columns, row_stride)
+        check_tracks(parts)
+        rows = None if columns is None or row_stride is None else (columns, row_stride)
+        if compiled.patch_track(target, parts.tracks[0], rows, parts.witness):
+            return
     apply(target, decode_blob(parts, old=old), columns=columns, row_stride=row_stride)
 
 
@@ -74,7 +82,11 @@ def fold(deltas: Sequence[Decoded]) -> Decoded:
 
 def _patch(target: np.ndarray, decoded: Decoded, columns: int | None, stride: int | None, *, adds: bool) -> None:
     _check_target(target, decoded.count, decoded.diffs.dtype, columns, stride)
-    where = decoded.positions
+    rows = None if columns is None or stride is None else (columns, stride)
+    positions, diffs = np.ascontiguousarray(decoded.positions), np.ascontiguousarray(decoded.diffs)
+    if compiled.patch(target, positions, diffs, rows, adds=adds, witness=decoded.witness):
+        return
+    where = positions
     if columns is not None and stride is not None:
         where = where.astype(np.int64)
         where = where // columns * stride + where % columns

@@ -8,11 +8,9 @@ elements have no escapes: every step fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from .blob import Track
+from .blob import EXPONENT_SHIFT, Blob, Track
 from .errors import DeltaError
 
 MAX_CHAIN = 8
@@ -118,12 +116,19 @@ def is_wide(changes: int, elements: int) -> bool:
     return changes * WIDE_FROM < elements
 
 
-def check_tracks(tracks: Sequence[Track], *, count: int) -> None:
-    """Floors ascend from 0 and the tracks share out all elements."""
-    floors = [track.floor for track in tracks]
-    _expect(bool(floors) and floors[0] == 0 and floors == sorted(set(floors)), f"floors {floors}")
-    total = sum(track.elements for track in tracks)
-    _expect(total == count, f"{total} elements in all its tracks instead of {count}")
+def check_tracks(blob: Blob) -> None:
+    """Floors ascend from 0, at borders of exponents; the tracks share out all elements; `fast` has one.
+
+    Raises:
+        DeltaError: they do not.
+    """
+    floors, border = [track.floor for track in blob.tracks], 1 << EXPONENT_SHIFT[blob.itemsize]
+    top = 1 << (8 * blob.itemsize - 1)
+    fits = bool(floors) and floors[0] == 0 and floors == sorted(set(floors)) and floors[-1] < top
+    _expect(fits and all(floor % border == 0 for floor in floors), f"one of the floors {floors}")
+    _expect(blob.codec == "small" or len(floors) == 1, f"{len(floors) - 1} others beside it in a `fast` delta")
+    total = sum(track.elements for track in blob.tracks)
+    _expect(total == blob.count, f"{total} elements together with the others, of {blob.count}")
 
 
 def _expect(fact: bool, what: str) -> None:
