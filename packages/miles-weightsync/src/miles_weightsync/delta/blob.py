@@ -1,7 +1,7 @@
 """The bytes of a delta: a header that describes and checks itself, a table of tracks, compressed streams.
 
     header  magic, format, codec, element bytes, flags, count, changes, witness, bytes that follow, xxh3-128 of all this
-    table   LEB128 numbers: tracks; for each: floor, elements, changes, is_wide, then raw and stored bytes of 5 streams
+    table   LEB128 numbers: tracks; for each: floor, elements, changes, is_wide, then raw and stored bytes of 6 streams
     streams one after another, each a zstd frame where that is shorter
 
 All numbers are little-endian and unsigned; counts have 64 bits.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Codec = Literal["fast", "small"]
 CODECS: tuple[Codec, ...] = ("fast", "small")
-STREAMS = ("gaps", "lows", "longs", "steps", "escapes")
+STREAMS = ("gaps", "lows", "longs", "steps", "bytes", "escapes")
 
 MAX_COUNT = 1 << 55
 """Elements that an array may have; the arithmetic of gaps stays within 64 bits."""
@@ -45,7 +45,7 @@ _MAX_RATIO = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """Ascending positions and the step at each, as five byte streams."""
+    """Ascending positions and the step at each, as six byte streams."""
 
     floor: int
     """Elements with at least this magnitude (bits without the sign), and less than the next track's, belong here."""
@@ -55,7 +55,7 @@ class Track:
     is_wide: bool
     """Gaps are long: their low byte has a stream of its own."""
     streams: tuple[np.ndarray, ...]
-    """uint8 each: gaps, low bytes of gaps, long gaps (8 bytes each), zigzag steps, escaped steps (an element each)."""
+    """uint8 each, in the order of `STREAMS`; `tracks` says what they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +163,10 @@ def _read_tracks(payload: memoryview, itemsize: int) -> Iterator[Track]:
 
 
 def _check_sizes(changes: int, is_wide: int, itemsize: int, raw: Sequence[int]) -> None:
-    gaps, lows, longs, steps, escapes = raw
-    fits = changes <= gaps and lows == changes * is_wide and longs <= 8 * changes and longs % 8 == 0
-    fits = fits and is_wide <= 1 and steps == changes and escapes <= itemsize * changes and escapes % itemsize == 0
+    gaps, lows, longs, steps, large, escapes = raw
+    fits = is_wide <= 1 and changes <= gaps and lows == changes * is_wide and longs <= 8 * changes and longs % 8 == 0
+    fits = fits and steps == (changes + 1) // 2 and large <= changes
+    fits = fits and escapes <= itemsize * large and escapes % itemsize == 0
     if not fits:
         raise DeltaError(f"The streams of a track with {changes} changes cannot have {list(raw)} bytes.")
 

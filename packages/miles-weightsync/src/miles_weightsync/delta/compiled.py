@@ -19,11 +19,12 @@ _CHUNK = 1 << 18
 _FAULTS = {
     1: "gaps that end before its changes do",
     2: "fewer long gaps than it announces",
-    3: "fewer escapes than it announces",
-    4: "more than {limit} elements",
-    5: "a stream that goes on after its last change",
+    3: "fewer steps of a byte than it announces",
+    4: "fewer steps of an element than it announces",
+    5: "more than {limit} elements",
+    6: "a stream that goes on after its last change",
 }
-_WRONG_CLASS, _WRONG_WITNESS = 6, 7
+_WRONG_CLASS, _WRONG_WITNESS = 7, 8
 
 
 def find(old: np.ndarray, new: np.ndarray, plan: ClassPlan) -> tuple[int, tuple[Track, ...], int] | None:
@@ -46,7 +47,7 @@ class _Writers:
 
     def __init__(self, plan: ClassPlan, itemsize: int, chunk: int) -> None:
         self._plan = plan
-        sizes = (chunk + chunk // 254 + 16, chunk, chunk // 252 + 64, chunk, chunk * itemsize)
+        sizes = (chunk + chunk // 254 + 16, chunk, chunk // 252 + 64, chunk // 2 + 1, chunk, chunk * itemsize)
         self._buffers = [[np.empty(size, np.uint8) for size in sizes] for _ in plan.floors]
         self._pieces: list[list[list[np.ndarray]]] = [[[] for _ in STREAM_FIELDS] for _ in plan.floors]
         self.structs = (Writer * len(plan.floors))()
@@ -65,6 +66,9 @@ class _Writers:
                     setattr(writer, f"num_{name}", 0)
 
     def tracks(self) -> tuple[Track, ...]:
+        for writer, pieces in zip(self.structs, self._pieces, strict=True):
+            if writer.changes % 2:
+                pieces[STREAM_FIELDS.index("steps")].append(np.array([writer.pending], np.uint8))
         return tuple(
             Track(
                 floor=floor,
@@ -147,9 +151,10 @@ def patch_track(target: np.ndarray, track: Track, rows: tuple[int, int] | None, 
 
 
 def _reader(track: Track, limit: int) -> Reader:
-    gaps, lows, longs, steps, escapes = track.streams
-    reader = Reader(*(stream.ctypes.data for stream in (gaps, lows, longs, steps, escapes)))
-    reader.num_gaps, reader.num_longs, reader.num_escapes = gaps.size, longs.size, escapes.size
+    reader = Reader(*(stream.ctypes.data for stream in track.streams))
+    sizes = dict(zip(STREAM_FIELDS, (stream.size for stream in track.streams), strict=True))
+    reader.num_gaps, reader.num_longs = sizes["gaps"], sizes["longs"]
+    reader.num_bytes, reader.num_escapes = sizes["bytes"], sizes["escapes"]
     reader.changes, reader.is_wide, reader.limit = track.changes, track.is_wide, limit
     return reader
 

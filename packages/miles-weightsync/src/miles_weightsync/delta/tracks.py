@@ -2,8 +2,11 @@
 
 The gap to the position before is a byte below 254; 254 adds itself to what follows, 255 takes the whole gap from the
 stream of 64-bit ones. In a *wide* track the low byte of the gap goes to a stream of its own first. A step (new - old,
-wrapping) is a zigzag byte: 0, -1, 1, -2, … → 0, 1, 2, 3, …; 255 takes the whole step from the escapes. One-byte
-elements have no escapes: every step fits.
+wrapping) is a zigzag number: 0, -1, 1, -2, … → 0, 1, 2, 3, … Two steps share a byte, the first in its lower half; 15
+takes the number from the bytes; 255 there takes the step itself from the escapes. Steps of one-byte elements always
+fit a byte.
+
+Huffman codes of pairs come closer to the entropy than those of single steps, most of which are -1 or 1.
 """
 
 from __future__ import annotations
@@ -36,19 +39,21 @@ class TrackWriter:
             self._changes += len(positions)
 
     def finish(self, *, floor: int, elements: int) -> Track:
-        streams = tuple(np.concatenate(parts) for parts in zip(*self._pieces, strict=True)) if self._pieces else _EMPTY
+        streams = [np.concatenate(parts) for parts in zip(*self._pieces, strict=True)] if self._pieces else [_NONE] * 6
+        streams[3] = _pair(streams[3])
         return Track(floor=floor, elements=elements, changes=self._changes, is_wide=self._is_wide, streams=streams)
 
 
-_EMPTY = tuple(np.empty(0, np.uint8) for _ in range(5))
+_NONE = np.empty(0, np.uint8)
+_BYTE, _ESCAPE = 15, 255
 
 
 def pack(positions: np.ndarray, steps: np.ndarray, *, start: int, is_wide: bool) -> tuple[np.ndarray, ...]:
-    """The five streams of [n] positions ≥ `start` and their steps."""
+    """The six streams of [n] positions ≥ `start` and their steps, halves of bytes not yet in pairs."""
     gaps = positions.astype(np.uint64)
     gaps[1:] -= positions[:-1] + np.uint64(1)
     gaps[0] -= np.uint64(start)
-    lows = gaps.astype(np.uint8) if is_wide else _EMPTY[1]
+    lows = gaps.astype(np.uint8) if is_wide else _NONE
     if is_wide:
         gaps >>= np.uint64(8)
     chain = gaps // np.uint64(254)
@@ -58,11 +63,11 @@ def pack(positions: np.ndarray, steps: np.ndarray, *, start: int, is_wide: bool)
     out = np.full(int(ends[-1]), 254, np.uint8)
     out[ends - 1] = np.where(is_long, np.uint64(255), gaps % np.uint64(254)).astype(np.uint8)
     zigzag = to_zigzag(steps)
-    if steps.itemsize == 1:
-        return out, lows, gaps[is_long].view(np.uint8), zigzag, _EMPTY[4]
-    escaped = zigzag >= 255
-    short = np.where(escaped, zigzag.dtype.type(255), zigzag).astype(np.uint8)
-    return out, lows, gaps[is_long].view(np.uint8), short, steps[escaped].view(np.uint8)
+    halves = np.minimum(zigzag, _BYTE).astype(np.uint8)
+    large = zigzag[zigzag >= _BYTE]
+    escaped = zigzag >= _ESCAPE if steps.itemsize > 1 else np.zeros(steps.size, bool)
+    large = np.minimum(large, _ESCAPE).astype(np.uint8)
+    return out, lows, gaps[is_long].view(np.uint8), halves, large, steps[escaped].view(np.uint8)
 
 
 def unpack(track: Track, dtype: np.dtype[np.unsignedinteger], *, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +76,7 @@ def unpack(track: Track, dtype: np.dtype[np.unsignedinteger], *, limit: int) -> 
     Raises:
         DeltaError: the streams do not fit together.
     """
-    gaps, lows, longs, short, escapes = track.streams
+    gaps, lows, longs, pairs, large, escapes = track.streams
     if track.changes == 0:
         _expect(gaps.size == 0, "gaps where nothing changes")
         return np.empty(0, np.uint64), np.empty(0, dtype)
@@ -91,12 +96,27 @@ def unpack(track: Track, dtype: np.dtype[np.unsignedinteger], *, limit: int) -> 
     # No single gap exceeds 2^63, so a sum that wraps shows as a position that is not beyond the one before.
     ascending = bool(np.all(positions[1:] > positions[:-1]))
     _expect(ascending and bool(np.all(positions < limit)), f"more than {limit} elements")
-    steps = from_zigzag(short.astype(dtype))
-    escaped = short == 255 if dtype.itemsize > 1 else np.zeros(short.size, bool)
+    return positions, _steps(pairs, large, escapes, track.changes, dtype)
+
+
+def _steps(
+    pairs: np.ndarray, large: np.ndarray, escapes: np.ndarray, changes: int, dtype: np.dtype[np.unsignedinteger]
+) -> np.ndarray:
+    zigzag = np.stack([pairs & 15, pairs >> 4], axis=1).ravel()[:changes]
+    is_large = zigzag == _BYTE
+    _expect(int(is_large.sum()) == large.size, "other steps of a byte than it announces")
+    zigzag[is_large] = large
+    steps = from_zigzag(zigzag.astype(dtype))
+    escaped = zigzag == _ESCAPE if dtype.itemsize > 1 else np.zeros(changes, bool)
     raw = np.frombuffer(escapes.tobytes(), dtype)
-    _expect(int(escaped.sum()) == raw.size, "other escapes than it announces")
+    _expect(int(escaped.sum()) == raw.size, "other steps of an element than it announces")
     steps[escaped] = raw
-    return positions, steps
+    return steps
+
+
+def _pair(halves: np.ndarray) -> np.ndarray:
+    padded = np.concatenate([halves, np.zeros(halves.size % 2, np.uint8)])
+    return padded[::2] | padded[1::2] << 4
 
 
 def to_zigzag(steps: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr uint8_t kChain = 254, kLong = 255, kEscape = 255;
+constexpr uint8_t kChain = 254, kLong = 255, kByte = 15, kEscape = 255;
 constexpr uint64_t kMaxChain = 8;
 
 template <class T> INLINE T load(const void *from) {
@@ -26,7 +26,6 @@ INLINE uint64_t witness_of(uint64_t position, uint64_t value) {
 template <class T> INLINE void write(Writer &w, uint64_t position, T step) {
   uint64_t gap = position - w.next;
   w.next = position + 1;
-  w.changes++;
   if (w.is_wide) {
     w.lows[w.num_lows++] = uint8_t(gap);
     gap >>= 8;
@@ -42,13 +41,17 @@ template <class T> INLINE void write(Writer &w, uint64_t position, T step) {
     w.num_longs += 8;
   }
   T zigzag = T(step << 1) ^ T(-T(step >> (8 * sizeof(T) - 1)));
-  if (sizeof(T) == 1 || zigzag < kEscape) {
-    w.steps[w.num_steps++] = uint8_t(zigzag);
-  } else {
-    w.steps[w.num_steps++] = kEscape;
-    memcpy(w.escapes + w.num_escapes, &step, sizeof step);
-    w.num_escapes += sizeof step;
-  }
+  uint64_t half = zigzag < kByte ? zigzag : kByte;
+  if (w.changes++ & 1)
+    w.steps[w.num_steps++] = uint8_t(uint64_t(w.pending) | half << 4);
+  else
+    w.pending = int64_t(half);
+  if (__builtin_expect(half < kByte, 1)) return;
+  bool fits = sizeof(T) == 1 || zigzag < kEscape;
+  w.bytes[w.num_bytes++] = fits ? uint8_t(zigzag) : kEscape;
+  if (fits) return;
+  memcpy(w.escapes + w.num_escapes, &step, sizeof step);
+  w.num_escapes += sizeof step;
 }
 
 // `block` has 64 elements of which the first `valid` are real; the rest are equal in both.
@@ -104,6 +107,7 @@ int64_t find_of(const void *old, const void *now, int64_t n, uint64_t start, con
 // Calls `sink(position, step)` for every change of the track, in order, and never with a position at or past its limit.
 template <class T, class Sink> INLINE Fault walk(const Reader &r, Sink &sink) {
   const uint8_t *gaps = r.gaps, *gaps_end = gaps + r.num_gaps, *longs = r.longs, *longs_end = longs + r.num_longs;
+  const uint8_t *bytes = r.bytes, *bytes_end = bytes + r.num_bytes;
   const uint8_t *escapes = r.escapes, *escapes_end = escapes + r.num_escapes;
   uint64_t position = 0, limit = r.limit;
   for (int64_t i = 0; i < r.changes; i++) {
@@ -126,8 +130,12 @@ template <class T, class Sink> INLINE Fault walk(const Reader &r, Sink &sink) {
     if (r.is_wide) gap = gap << 8 | r.lows[i];
     if (gap >= limit - position) return kBeyond;
     position += gap;
-    T step = r.steps[i];
-    if (sizeof(T) > 1 && step == kEscape) {
+    T step = r.steps[i >> 1] >> (i & 1) * 4 & 15;
+    if (__builtin_expect(step == kByte, 0)) {
+      if (bytes == bytes_end) return kShortBytes;
+      step = *bytes++;
+    }
+    if (sizeof(T) > 1 && __builtin_expect(step == kEscape, 0)) {
       if (escapes == escapes_end) return kShortEscapes;
       step = load<T>(escapes);
       escapes += sizeof(T);
@@ -137,7 +145,7 @@ template <class T, class Sink> INLINE Fault walk(const Reader &r, Sink &sink) {
     sink(position, step);
     position++;
   }
-  bool is_done = gaps == gaps_end && longs == longs_end && escapes == escapes_end;
+  bool is_done = gaps == gaps_end && longs == longs_end && bytes == bytes_end && escapes == escapes_end;
   return is_done ? kFine : kLeftOver;
 }
 

@@ -6,18 +6,19 @@ constexpr int kMaxClasses = 16;
 
 // One track while it is written. Buffers have room for every element of a chunk.
 struct Writer {
-  uint8_t *gaps, *lows, *longs, *steps, *escapes;
-  int64_t num_gaps, num_lows, num_longs, num_steps, num_escapes;  // bytes in each
+  uint8_t *gaps, *lows, *longs, *steps, *bytes, *escapes;
+  int64_t num_gaps, num_lows, num_longs, num_steps, num_bytes, num_escapes;  // bytes in each
   uint64_t next;                                                  // position after the last change
   uint64_t elements;                                              // of this track's class, seen so far
   int64_t changes;                                                // so far
   int64_t is_wide;
+  int64_t pending;                                                // the lower half of the next byte of `steps`
 };
 
 // One track as it is read.
 struct Reader {
-  const uint8_t *gaps, *lows, *longs, *steps, *escapes;
-  int64_t num_gaps, num_longs, num_escapes;  // bytes; lows and steps have one a change
+  const uint8_t *gaps, *lows, *longs, *steps, *bytes, *escapes;
+  int64_t num_gaps, num_longs, num_bytes, num_escapes;  // bytes; lows have one a change, steps half of one
   int64_t changes;
   int64_t is_wide;
   uint64_t limit;  // positions are below this
@@ -32,7 +33,8 @@ enum Fault : int {
   kFine = 0,
   kShortGaps,     // gaps end before the changes do
   kShortLongs,    // likewise 64-bit gaps
-  kShortEscapes,  // likewise escaped steps
+  kShortBytes,    // likewise the steps of a byte
+  kShortEscapes,  // likewise those of an element
   kBeyond,        // a position at or past the limit
   kLeftOver,      // a stream goes on after the last change
   kClassSize,     // a class of the old values has another size

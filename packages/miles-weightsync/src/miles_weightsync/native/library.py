@@ -16,7 +16,7 @@ from .build import LIBRARY, sources_digest
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger("miles_weightsync")
 
-STREAM_FIELDS = ("gaps", "lows", "longs", "steps", "escapes")
+STREAM_FIELDS = ("gaps", "lows", "longs", "steps", "bytes", "escapes")
 
 
 class Writer(Structure):
@@ -29,6 +29,7 @@ class Writer(Structure):
         ("elements", c_uint64),
         ("changes", c_int64),
         ("is_wide", c_int64),
+        ("pending", c_int64),
     ]  # fmt: skip
 
 
@@ -37,7 +38,7 @@ class Reader(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in STREAM_FIELDS),
-        *((f"num_{name}", c_int64) for name in ("gaps", "longs", "escapes")),
+        *((f"num_{name}", c_int64) for name in ("gaps", "longs", "bytes", "escapes")),
         ("changes", c_int64),
         ("is_wide", c_int64),
         ("limit", c_uint64),
