@@ -39,6 +39,10 @@ class Trainers(TrainerGroup, Sync, Protocol):
         """The given model folder, or the one that `model.builder` makes at `out`."""
         ...
 
+    async def serving_folder(self, model: Path, out: Path) -> Path:
+        """What engines start from: `model`, or its low-precision copy, made at `out`, where they hold codes."""
+        ...
+
     async def setup(self, config: TrainConfig, model: Path) -> Any:
         """Load `model` into every rank; returns rank 0's layout."""
         ...
@@ -60,7 +64,11 @@ class Trainers(TrainerGroup, Sync, Protocol):
         ...
 
     async def export(self, path: Path) -> None:
-        """Write a Hugging Face folder."""
+        """Write a Hugging Face folder of the master weights."""
+        ...
+
+    async def export_serving(self, path: Path) -> None:
+        """Write a Hugging Face folder of what engines hold: the same, but for a run in low precision."""
         ...
 
     async def restart(self) -> None:

@@ -7,6 +7,7 @@ themselves (about a gigabyte for each process that imports torch) and what an en
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from miles_quant import QuantError, Recipe
 from miles_rollout.engines import EngineConfig, resolve_device
 from miles_train.config import TrainConfig
 
-from .config.schema import Config
+from .config.schema import Config, SectionError
 from .evaluation.config import is_import_string
 from .importing import load
 
@@ -65,11 +67,17 @@ def make_plan(config: Config, kind: Literal["rl", "sft"]) -> str:
 
     Raises:
         ImportStringError: an import string of the configuration leads nowhere.
+        SectionError: the recipe of `[quant]` does not fit the model.
     """
     resolve_imports(config)
     shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
     processes = list_processes(config, kind, shape)
-    lines = [_headline(config, kind), _model_line(config, shape), "", *_table(processes), _total(processes)]
+    head = [_headline(config, kind), _model_line(config, shape)]
+    if config.quant is not None:
+        head.append(
+            quant_line(config.quant, Path(config.model.path).expanduser() if shape and config.model.path else None)
+        )
+    lines = [*head, "", *_table(processes), _total(processes)]
     return "\n".join([*lines, _checkpoint_line(config, shape)])
 
 
@@ -108,7 +116,10 @@ def read_shape(folder: Path) -> ModelShape | None:
         "num_kv_heads": int(config.get("num_key_value_heads") or heads),
         "head_dim": int(config.get("head_dim") or hidden // heads),
     }
-    return ModelShape(num_parameters=_stored_parameters(folder) or _computed_parameters(config, shape), **shape)
+    return ModelShape(
+        num_parameters=sum(map(math.prod, stored_shapes(folder).values())) or _computed_parameters(config, shape),
+        **shape,
+    )
 
 
 def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape | None) -> list[Process]:
@@ -247,6 +258,29 @@ def _model_line(config: Config, shape: ModelShape | None) -> str:
     return f"model {config.model.path} has no config.json: no memory is estimated"
 
 
+def quant_line(recipe: Recipe, model: Path | None) -> str:
+    """What of the model is in low precision, and what engines get.
+
+    Raises:
+        SectionError: the recipe does not fit the model.
+    """
+    held = "codes and scales" if recipe.quantize_activations else "the values of the codes as plain weights"
+    shapes = stored_shapes(model) if model is not None else {}
+    if model is None or not shapes:
+        return f"quant {recipe.format} · engines get {held} · which matrices is known once the weights are there"
+    shape = read_shape(model)
+    try:
+        fitted = recipe if shape is None else recipe.for_model(shape.num_layers)
+        chosen = fitted.select(shapes)
+    except QuantError as error:
+        raise SectionError(f"`quant` does not fit {model}: {error}") from error
+    share = sum(math.prod(shapes[name]) for name in chosen) / sum(map(math.prod, shapes.values()))
+    return (
+        f"quant {recipe.format} · {len(chosen)} of {len(shapes)} tensors, {share:.0%} of the parameters · "
+        f"engines get {held}"
+    )
+
+
 def _table(processes: Sequence[Process]) -> list[str]:
     lines = [f"{'process':<22}{'count':>6}  {'device':<7}{'memory each':>12}  what"]
     for process in processes:
@@ -287,20 +321,15 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _stored_parameters(folder: Path) -> int:
-    """Elements of every tensor in the folder's safetensors files, read off their headers."""
-    total = 0
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in the folder's safetensors files, read off their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             header: dict[str, Any] = json.loads(stream.read(size))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                count = 1
-                for length in tensor["shape"]:
-                    count *= length
-                total += count
-    return total
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return shapes
 
 
 def _computed_parameters(config: Mapping[str, Any], shape: Mapping[str, int]) -> int:

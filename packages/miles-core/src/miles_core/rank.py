@@ -6,11 +6,12 @@ driver can import this module without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles_quant.recipe.recipe import Recipe
 from miles_tito.export import to_samples
 from miles_tito.records import Group, Sample
 from miles_train.batch import Batch, make_batch
@@ -33,22 +34,37 @@ class Pushed:
 
 
 class TrainerRank:
-    """Rank `rank` of `config.ranks`; `setup` may be called again to train another model in the same process."""
+    """Rank `rank` of `config.ranks`; `setup` may be called again to train another model in the same process.
 
-    def __init__(self, *, rank: int) -> None:
+    Args:
+        recipe: the low precision that this rank trains in, and that engines get; None for `config.dtype`.
+    """
+
+    def __init__(self, *, rank: int, recipe: Recipe | None = None) -> None:
         self._rank = rank
+        self._given = recipe
+        self._recipe = recipe
         self._trainer: Any = None
         self._pusher: Any = None
         self._config = TrainConfig()
 
     def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Any:
-        """Load `model` and join the other ranks; returns the trainer's `Layout`."""
+        """Load `model` and join the other ranks; returns the trainer's `Layout`.
+
+        Raises:
+            QuantError: the recipe does not fit the model, or not the number of ranks.
+        """
         from miles_train.fsdp import FSDPTrainer
 
         self.close()
         self._config = config
         self._trainer = FSDPTrainer(model, rank=self._rank, init_method=init_method)
-        return self._trainer.setup(config)
+        if self._given is None:
+            return self._trainer.setup(config)
+        from .quantized import set_up
+
+        layout, self._recipe = set_up(self._trainer, config, recipe=self._given, model=model)
+        return layout
 
     def connect(self, *, engines: Sequence[str], config: PushConfig) -> None:
         """Name the engines that `push` serves. Collective."""
@@ -71,7 +87,7 @@ class TrainerRank:
         """
         self._pusher.set_engines(engines)
         try:
-            report = self._pusher.push(self._trainer.shards(), version=version)
+            report = self._pusher.push(self._shards(), version=version)
         except SyncError as error:
             if not error.engines:
                 raise
@@ -103,14 +119,31 @@ class TrainerRank:
         self._trainer.load(path)
 
     def export(self, path: Path) -> None:
-        """Write a Hugging Face folder. Collective."""
+        """Write a Hugging Face folder of the master weights. Collective."""
         self._trainer.export_hf(path)
+
+    def export_serving(self, path: Path) -> None:
+        """Write a Hugging Face folder of what engines hold. Collective."""
+        if self._recipe is None:
+            self.export(path)
+            return
+        from .quantized import export_serving
+
+        export_serving(self._trainer, path, recipe=self._recipe, dtype=self._config.dtype, rank=self._rank)
 
     def close(self) -> None:
         self._close_pusher()
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
+
+    def _shards(self) -> Iterable[Any]:
+        """What engines get of this rank. Collective."""
+        if self._recipe is None:
+            return self._trainer.shards()
+        from .quantized import serving_shards
+
+        return serving_shards(self._trainer, self._recipe)
 
     def _close_pusher(self) -> None:
         if self._pusher is not None:

@@ -314,13 +314,15 @@ class RLRun:
             in_flight=in_flight,
             prompts=run.workers.prompts,
             run_group_into=run.workers.evaluate_into,
-            export=run.trainers.export,
+            export=run.trainers.export_serving,
             serving=partial(self._parts.evaluation, run.model),
         )
 
     def _push_config(self, run: Started) -> PushConfig:
         """`[sync]`, with a place in the run directory for the versions that go over the disk."""
         sync = self._config.sync
+        if self._config.quant is not None and self._config.quant.quantize_activations:
+            sync = replace(sync, dtype="keep")  # codes and scales are not to be cast
         if sync.way != "disk" or sync.disk_dir is not None:
             return sync
         return replace(sync, disk_dir=str(self._run_dir.path / "weights"), disk_template=str(run.model))

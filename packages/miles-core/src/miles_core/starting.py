@@ -34,7 +34,7 @@ class Started:
     model: Path
     """What the engines were started with: tokenizer, template and configuration are taken from here."""
     policy: Path
-    """What reinforcement learning starts from: `model`, or its warmed-up child."""
+    """What reinforcement learning starts from: the given model, or its warmed-up child."""
 
 
 @asynccontextmanager
@@ -50,10 +50,11 @@ async def started(config: Config, *, run_dir: RunDir, parts: Parts) -> AsyncGene
         trainers: Trainers = owned(parts.trainers())
         sessions: Sessions = owned(parts.sessions())
         workers: Workers = owned(parts.workers())
-        model = await trainers.prepare_model(config.model, run_dir.model)
+        given = await trainers.prepare_model(config.model, run_dir.model)
+        model = await trainers.serving_folder(given, run_dir.path / "model-packed")
         fleet: Fleet = owned(parts.fleet(model))
         async with asyncio.TaskGroup() as starting:
-            policy = starting.create_task(_load(config, trainers, model, run_dir))
+            policy = starting.create_task(_load(config, trainers, given, run_dir))
             starting.create_task(_serve(config, fleet, sessions, workers, model))
         yield Started(
             trainers=trainers, fleet=fleet, sessions=sessions, workers=workers, model=model, policy=policy.result()

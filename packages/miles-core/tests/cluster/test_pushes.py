@@ -57,7 +57,7 @@ class Fleet:
     """A supervised fleet, and trainer ranks whose pushes fail as `failing` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(trainers_module, "_make_ranks", lambda config: [None])
+        monkeypatch.setattr(trainers_module, "_make_ranks", lambda *_: [None])
         self.failing: dict[str, int] = {}
         """How often the push to an engine still fails."""
         self.pushes: list[tuple[int, tuple[str, ...]]] = []

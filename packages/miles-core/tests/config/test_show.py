@@ -75,4 +75,5 @@ def test_types_read_as_toml():
 
 
 def test_docstrings_are_read_from_under_the_field():
-    assert field_docs(Config) == {"engines": "A table for each kind of engine, `[engines.NAME]`."}
+    assert field_docs(Config)["engines"] == "A table for each kind of engine, `[engines.NAME]`."
+    assert field_docs(Config).keys() == {"engines", "quant"}

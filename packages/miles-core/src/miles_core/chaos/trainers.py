@@ -64,6 +64,9 @@ class ScriptedTrainers(Trainers):
         _write_json(out / "config.json", {"max_position_embeddings": self._config.token_budget})
         return out
 
+    async def serving_folder(self, model: Path, out: Path) -> Path:
+        return model
+
     async def setup(self, config: TrainConfig, model: Path) -> Any:
         return (await self._all("setup"))[0]
 
@@ -106,6 +109,7 @@ class _Ranks:
             "begin_save": (self._begin_save, CALL_S),
             "finish_save": (self._finish_save, CALL_S),
             "export": (self._export, CALL_S),
+            "export_serving": (self._export, CALL_S),
         }
         self.batch: Sequence[tuple[str, str]] = ()
         """Group id and prompt id of each group of the batch that was planned last."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from miles_quant.recipe.recipe import Recipe
 from miles_rollout.config import RolloutConfig
 from miles_rollout.engines import AttachedServer, EngineConfig, EngineServer
 from miles_rollout.router import Router
@@ -37,12 +38,21 @@ ENGINE_CALLS = 16
 class TrainerActor:
     """One trainer rank; waits for a checkpoint in a thread beside the one that trains."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = TrainerRank(rank=rank)
+    def __init__(self, rank: int, recipe: Recipe | None) -> None:
+        self._recipe = recipe
+        self._rank = TrainerRank(rank=rank, recipe=recipe)
 
     def prepare_model(self, config: ModelConfig, out: Path) -> Path:
         """The model folder of the run; here because builders tend to need torch, and the driver does without."""
         return prepare_model_folder(config, out=out)
+
+    def serving_folder(self, model: Path, out: Path) -> Path:
+        """What engines start from."""
+        if self._recipe is None:
+            return model
+        from miles_core.quantized import serving_folder
+
+        return serving_folder(self._recipe, model=model, out=out)
 
     def address(self) -> str:
         """Where the ranks can meet: this host and a free port."""
@@ -74,6 +84,9 @@ class TrainerActor:
 
     def export(self, path: Path) -> None:
         self._rank.export(path)
+
+    def export_serving(self, path: Path) -> None:
+        self._rank.export_serving(path)
 
     def close(self) -> None:
         self._rank.close()

@@ -21,7 +21,7 @@ class RayParts:
     def __init__(self, config: Config, *, run_dir: RunDir) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._trainers = Trainers(config.train)
+        self._trainers = Trainers(config.train, config.quant)
         self._fleet: Fleet | None = None
         self._sessions = SessionServers(
             config.sessions.count, state=run_dir.path / "sessions", engines=self._engine_urls

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from miles_quant.recipe.recipe import Recipe
 from miles_rollout.engines import Supervisor, resolve_device
 from miles_tito.errors import EngineError
 from miles_tito.summary import GroupRef
@@ -35,11 +36,16 @@ DEATH_S = 5.0
 
 
 class Trainers:
-    """Every trainer rank, driven together."""
+    """Every trainer rank, driven together.
 
-    def __init__(self, config: TrainConfig) -> None:
+    Args:
+        recipe: the low precision of training and engines; None for none.
+    """
+
+    def __init__(self, config: TrainConfig, recipe: Recipe | None = None) -> None:
         self._config = config
-        self._actors = _make_ranks(config)
+        self._recipe = recipe
+        self._actors = _make_ranks(config, recipe)
         self._turns = Turns()
         self._engines: Callable[[], Supervisor] | None = None
         self._has_pushed = False
@@ -51,6 +57,10 @@ class Trainers:
             ModelError: there is no usable folder.
         """
         return await self._actors[0].prepare_model.remote(config, out)
+
+    async def serving_folder(self, model: Path, out: Path) -> Path:
+        """What engines start from: `model`, or its low-precision copy at `out`."""
+        return await self._actors[0].serving_folder.remote(model, out)
 
     async def setup(self, config: TrainConfig, model: Path) -> Any:
         """Load `model` into every rank; returns rank 0's layout. May be called again for another model or loss."""
@@ -144,11 +154,14 @@ class Trainers:
     async def export(self, path: Path) -> None:
         await self._all("export", path)
 
+    async def export_serving(self, path: Path) -> None:
+        await self._all("export_serving", path)
+
     async def restart(self) -> None:
         """New processes in place of all of them, dead or not; `setup` comes next."""
         self._turns.forget()
         self._kill()
-        self._actors = _make_ranks(self._config)
+        self._actors = _make_ranks(self._config, self._recipe)
 
     async def stop(self) -> None:
         """A rank in the middle of a step cannot be asked: it is killed after the bounded wait."""
@@ -195,10 +208,10 @@ class Trainers:
                 call.cancel()
 
 
-def _make_ranks(config: TrainConfig) -> list[Any]:
+def _make_ranks(config: TrainConfig, recipe: Recipe | None) -> list[Any]:
     gpus = 1 if resolve_device(config.device) == "cuda" else 0
     make = spawn(actors.TrainerActor, threads=config.threads, num_gpus=gpus)
-    return [make(rank) for rank in range(config.ranks)]
+    return [make(rank, recipe) for rank in range(config.ranks)]
 
 
 async def _result(ref: Any) -> Any:

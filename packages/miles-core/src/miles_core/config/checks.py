@@ -7,6 +7,8 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Literal
 
+from miles_quant import QuantError, quantization_config
+from miles_rollout.engines import resolve_device
 from miles_tito.records import Sampling
 
 from .keys import KeyPath
@@ -92,6 +94,7 @@ def _rl(config: Config) -> Iterator[tuple[KeyPath, str]]:
         yield ("env", "target"), "is not set. Set it to `module:function` that returns an environment."
     yield from _engines(config)
     yield from _eval_engines(config)
+    yield from _low_precision(config)
     if config.train.loss.kind == "sft":
         yield ("train", "loss", "kind"), 'is "sft", which ignores rewards. Use "policy", or `miles sft`.'
     if config.rollout.sampling.temperature == 0:
@@ -139,6 +142,25 @@ def _eval_engines(config: Config) -> Iterator[tuple[KeyPath, str]]:
     for name in tables if config.eval.mode != "dedicated" else tables[1:]:
         why = "beside another one" if config.eval.mode == "dedicated" else f'but eval.mode is "{config.eval.mode}"'
         yield ("engines", name, "role"), f'is "eval" {why}: these engines would idle. Remove the table.'
+
+
+def _low_precision(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """Engines can hold what `[quant]` gives them."""
+    if config.quant is None or not config.quant.quantize_activations:
+        return
+    try:
+        quantization_config(config.quant)
+    except QuantError as error:
+        yield ("quant", "format"), f"is {config.quant.format!r}: {error}"
+    for name, engine in config.engines.items():
+        if not engine.urls and resolve_device(engine.device, engine.env) == "cpu":
+            yield (
+                ("quant", "quantize_activations"),
+                f"is true but engines.{name} runs on a CPU, where SGLang has no kernels for codes. Set it to false: "
+                "engines then get the values of the codes as plain weights, and training leaves activations alone.",
+            )
+    if config.sync.dtype not in ("auto", "keep"):
+        yield ("sync", "dtype"), f'is "{config.sync.dtype}" but engines get codes and scales, which no cast survives.'
 
 
 def _sft(config: Config) -> Iterator[tuple[KeyPath, str]]:

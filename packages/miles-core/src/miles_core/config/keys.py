@@ -30,6 +30,7 @@ class Key:
     path: KeyPath
     type: Any
     default: Any
+    """`dataclasses.MISSING` where the table cannot do without it."""
     doc: str
     """The docstring under the field, as one paragraph."""
 

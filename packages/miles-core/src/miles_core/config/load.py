@@ -117,6 +117,8 @@ def _message(error: Mapping[str, Any], path: KeyPath) -> str:
             message = str(error["ctx"]["error"])
             own = f"`{path[-1]}` " if path else ""
             return message.removeprefix(own) if own and message.startswith(own) else f"is wrong: {message}"
+        case "missing" if isinstance(error["loc"][-1], str):
+            return f"needs `{error['loc'][-1]}`."
         case "literal_error":
             choices = [choice.strip("'") for choice in re.split(r", | or ", error["ctx"]["expected"])]
             wrong = str(error["input"])

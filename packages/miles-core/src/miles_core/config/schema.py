@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles_quant.recipe.recipe import Recipe
 from miles_rollout.config import RolloutConfig
 from miles_rollout.engines import EngineConfig
 from miles_tito.errors import MilesError
@@ -202,6 +203,8 @@ class Config:
     engines: Mapping[str, EngineConfig] = field(default_factory=lambda: {"rollout": EngineConfig()})
     """A table for each kind of engine, `[engines.NAME]`."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    quant: Recipe | None = None
+    """Low precision in training and in the engines, by one recipe; none leaves both as `train.dtype` says."""
     sync: PushConfig = field(default_factory=PushConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

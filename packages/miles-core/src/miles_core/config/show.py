@@ -95,6 +95,8 @@ def _generic(path: KeyPath) -> KeyPath:
 
 
 def _default(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return "needed"
     if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
         return "{}"
     return _value(list(value) if isinstance(value, tuple) else value)

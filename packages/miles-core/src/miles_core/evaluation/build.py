@@ -40,7 +40,7 @@ async def build_evaluator(
     Args:
         prompts: reads a split of the environment; what it raises is the user's mistake and ends the run.
         run_group_into: runs groups on the rollout engines.
-        export: writes the trainer's present weights as a Hugging Face folder.
+        export: writes the present weights as engines hold them, as a Hugging Face folder.
         serving: makes engines of their own for the evaluation.
     """
     if not config.enabled:
