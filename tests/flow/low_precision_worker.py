@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from miles_quant import Recipe, prepare_model, quantize_shards, with_digests
+from miles_quant import Recipe, largest_over_ranks, prepare_model, quantize_shards, with_digests
 from miles_tito import Sample, VersionSpan
 from miles_train import OptimizerConfig, TrainConfig, batches_of, score
 from miles_train.fsdp import FSDPTrainer
@@ -38,13 +37,6 @@ def samples() -> list[Sample]:
             )
         )
     return made
-
-
-def largest_over_ranks(local: dict[str, float]) -> dict[str, float]:
-    """The whole of what core passes as `reduce_max`."""
-    everyone: list[dict[str, float]] = [{} for _ in range(RANKS)]
-    dist.all_gather_object(everyone, local)
-    return {key: max(held.get(key, 0.0) for held in everyone) for key in {key for held in everyone for key in held}}
 
 
 def run(rank: int, model: str, folder: str, format: str) -> None:

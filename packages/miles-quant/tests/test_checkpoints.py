@@ -11,10 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from miles_quant import CheckpointError, QuantError, Recipe, compare, convert, dequantize, get_format
+from miles_quant import (  # fmt: skip
+    CheckpointError,
+    QuantError,
+    Recipe,
+    compare,
+    convert,
+    dequantize,
+    get_format,
+    write_serving,
+)
 from miles_quant.checkpoints.folder import PROGRESS_FILE, ModelFolder
 from miles_quant.checkpoints.safetensors import TensorFile, TensorInfo, TensorWriter
 from miles_quant.cli import main
+from miles_quant.recipe.recipe import siblings
 from safetensors.torch import load_file
 
 from .conftest import bits, small_model, write_folder
@@ -108,6 +118,7 @@ def dying(self, name, tensor):
     write(self, name, tensor)
 st.TensorWriter.write = dying
 from miles_quant.cli import main
+from miles_quant.recipe.recipe import siblings
 main(["convert", sys.argv[1], sys.argv[2], "--recipe", "mxfp8", "--quiet"])
 """
 
@@ -313,3 +324,28 @@ def test_a_progress_file_marks_a_folder_as_unfinished(tmp_path: Path):
     (source / PROGRESS_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match="has not finished"):
         convert(source, tmp_path / "out", Recipe(format="fp8"), is_quiet=True)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "int4"])
+def test_engines_without_codes_load_the_values_of_the_codes_and_others_the_codes(format: str, tmp_path: Path):
+    tensors = small_model()
+    source = write_folder(tmp_path / "source", tensors)
+    coded = Recipe(format=format, only=())
+    plain = Recipe(format=format, only=(), quantize_activations=False)
+    (tmp_path / "values.packed").mkdir()  # left by a process that was killed
+    write_serving(source, tmp_path / "codes", coded, dtype="float32")
+    write_serving(source, tmp_path / "values", plain, dtype="float32")
+    codes, values = ModelFolder(tmp_path / "codes"), ModelFolder(tmp_path / "values")
+    assert codes.recipe is not None
+    assert values.recipe is None
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "codes", "values"}
+    for name, tensor in tensors.items():
+        is_quantised = coded.quantizes(name, tensor.shape)
+        fused = [tensors[other] for other in siblings(name) if other in tensors] if is_quantised else []
+        amax = max((coded.spec.amax(other) for other in fused), default=None)
+        amax = amax if coded.spec.name.has_tensor_scale else None
+        codes = coded.spec.quantize(tensor, amax=amax) if is_quantised else None
+        expected = tensor if codes is None else coded.spec.dequantize(codes, dtype=torch.float32)
+        assert torch.equal(values.read(name).float(), expected.float()), name
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        write_serving(source, tmp_path / "codes", coded, dtype="float32")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_quant import QuantError, Recipe, differing, quantize_shards, round_shards, with_digests
+from miles_quant import (  # fmt: skip
+    QuantError,
+    Recipe,
+    check_boxes,
+    differing,
+    largest_over_ranks,
+    quantize_shards,
+    round_shards,
+    with_digests,
+)
 from miles_quant.export.shards import PackedShard
 
 from .conftest import Shard, bits, normal
@@ -57,7 +64,7 @@ def over_ranks(ranks: list[list[Shard]], recipe: Recipe) -> list[PackedShard]:
 
     def record(local: dict[str, float]) -> dict[str, float]:
         asked.append(local)
-        return {key: math.inf for key in local}
+        return {key: 1e30 for key in local}
 
     for shards in ranks:
         list(quantize_shards(lambda shards=shards: shards, recipe, reduce_max=record))
@@ -136,6 +143,9 @@ def test_a_box_that_cuts_a_block_is_refused_with_the_aligned_one(format: str, bo
     shard = Shard("model.layers.0.mlp.up_proj.weight", (64, 64), "float32", box, tensor)
     with pytest.raises(QuantError, match=rf"nearest aligned box is {aligned}"):
         list(quantize_shards(lambda: [shard], Recipe(format=format)))
+    with pytest.raises(QuantError, match=rf"nearest aligned box is {aligned}"):
+        check_boxes([shard], Recipe(format=format))
+    check_boxes([shard], Recipe(format=format, keep_bf16=("up_proj", "gate_proj")))
 
 
 def test_a_cut_tensor_without_a_maximum_over_the_ranks_is_refused():
@@ -162,6 +172,27 @@ def test_nan_is_refused_with_name_and_place():
     for format in ("mxfp8", "nvfp4"):
         with pytest.raises(QuantError, match=rf"1 of 2048 values of {UP} .* \[2, 3\]: inf"):
             list(quantize_shards(lambda: [whole(UP, broken)], Recipe(format=format)))
+
+
+def test_a_weight_that_is_broken_on_one_rank_stops_every_rank_and_leaves_none_waiting():
+    top, bottom = cut(UP, normal(32, 64), [16], [])
+    broken = bottom._replace(tensor=torch.full_like(bottom.tensor, torch.nan))
+    asked: list[dict[str, float]] = []
+
+    def record(local: dict[str, float]) -> dict[str, float]:
+        asked.append(local)
+        return {key: max(held[key] for held in asked) for key in local}
+
+    recipe = Recipe(format="nvfp4")
+    with pytest.raises(QuantError, match="1024 of 1024 values"):
+        round_shards(lambda: [broken], recipe, reduce_max=record)
+    with pytest.raises(QuantError, match="holds NaN or Inf on another rank"):
+        round_shards(lambda: [top], recipe, reduce_max=record)
+    assert len(asked) == 2, "a rank raised before it had told the others"
+
+
+def test_a_process_alone_has_the_maxima_of_all_ranks():
+    assert largest_over_ranks({"a": 1.5}) == {"a": 1.5}
 
 
 def test_digests_accept_what_arrived_whole_and_name_what_did_not():

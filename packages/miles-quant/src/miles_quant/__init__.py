@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from .checkpoints.convert import convert
     from .checkpoints.dequantize import dequantize
     from .checkpoints.job import FolderReport
+    from .checkpoints.serving import write_serving
     from .export.digest import Digest, differing, with_digests
-    from .export.shards import PackedShard, quantize_shards, round_shards
+    from .export.ranks import largest_over_ranks
+    from .export.shards import PackedShard, check_boxes, quantize_shards, round_shards
     from .formats.registry import get_format
     from .formats.spec import Format, QuantizedTensor
     from .formats.swizzle import swizzle_scales, unswizzle_scales
@@ -35,11 +37,13 @@ __all__ = [
     "QuantLinear",
     "QuantizedTensor",
     "Recipe",
+    "check_boxes",
     "compare",
     "convert",
     "dequantize",
     "differing",
     "get_format",
+    "largest_over_ranks",
     "load_packed",
     "modelopt_config",
     "prepare_model",
@@ -51,6 +55,7 @@ __all__ = [
     "unswizzle_scales",
     "verify_golden",
     "with_digests",
+    "write_serving",
 ]
 
 _MODULES = {
@@ -63,11 +68,13 @@ _MODULES = {
     "PackedShard": "export.shards",
     "QuantLinear": "nn.linear",
     "QuantizedTensor": "formats.spec",
+    "check_boxes": "export.shards",
     "compare": "checkpoints.compare",
     "convert": "checkpoints.convert",
     "dequantize": "checkpoints.dequantize",
     "differing": "export.digest",
     "get_format": "formats.registry",
+    "largest_over_ranks": "export.ranks",
     "load_packed": "nn.packed",
     "prepare_model": "nn.prepare",
     "quantize_shards": "export.shards",
@@ -76,6 +83,7 @@ _MODULES = {
     "unswizzle_scales": "formats.swizzle",
     "verify_golden": "verify",
     "with_digests": "export.digest",
+    "write_serving": "checkpoints.serving",
 }
 
 

@@ -51,6 +51,8 @@ def quantize_shards(
 ) -> Iterator[PackedShard]:
     """Packed shards in the order given; a quantised `x.weight` becomes all that the format stores for it.
 
+    Maxima are agreed on before this returns; the shards themselves are made without communication.
+
     Args:
         shards: what this rank holds, e.g. `trainer.shards`. Called twice for a format with a scale of the whole tensor,
             whose maxima are needed before the first code.
@@ -60,11 +62,16 @@ def quantize_shards(
         QuantError: a box cuts a block (the nearest aligned box is named), a weight holds NaN or Inf, or a tensor is
             cut and there is no `reduce_max`.
     """
-    for shard, quantized in _each(shards, recipe, reduce_max):
-        if quantized is None:
-            yield _as_it_is(shard)
-        else:
-            yield from _pack(shard, quantized, recipe.spec)
+    amaxes = _amaxes(shards, recipe, reduce_max)
+
+    def packed() -> Iterator[PackedShard]:
+        for shard, quantized in _each(shards, recipe, amaxes):
+            if quantized is None:
+                yield _as_it_is(shard)
+            else:
+                yield from _pack(shard, quantized, recipe.spec)
+
+    return packed()
 
 
 def round_shards(
@@ -72,20 +79,35 @@ def round_shards(
 ) -> Iterator[PackedShard]:
     """The same shards with the values that the packed ones stand for, in their own type: for engines that hold plain
     weights. Arguments and errors are those of `quantize_shards`."""
-    for shard, quantized in _each(shards, recipe, reduce_max):
-        plain = _as_it_is(shard)
-        if quantized is None:
-            yield plain
-        else:
-            yield plain._replace(tensor=recipe.spec.dequantize(quantized, dtype=shard.tensor.dtype))
+    amaxes = _amaxes(shards, recipe, reduce_max)
+
+    def rounded() -> Iterator[PackedShard]:
+        for shard, quantized in _each(shards, recipe, amaxes):
+            plain = _as_it_is(shard)
+            if quantized is None:
+                yield plain
+            else:
+                yield plain._replace(tensor=recipe.spec.dequantize(quantized, dtype=shard.tensor.dtype))
+
+    return rounded()
+
+
+def check_boxes(shards: Iterable[ShardLike], recipe: Recipe) -> None:
+    """Can this rank quantise what it holds? Worth asking before training starts.
+
+    Raises:
+        QuantError: a box cuts a block; the nearest aligned box is named.
+    """
+    for shard in shards:
+        if recipe.quantizes(shard.name, shard.global_shape) and 0 not in shard.tensor.shape:
+            _check_aligned(shard, recipe.spec)
 
 
 def _each(
-    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, reduce_max: ReduceMax | None
+    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, amaxes: Mapping[str, float]
 ) -> Iterator[tuple[ShardLike, QuantizedTensor | None]]:
     """Every shard, with its codes and scales if the recipe quantises it; empty shards of such tensors are left out."""
     format = recipe.spec
-    amaxes = _amaxes(shards(), recipe, reduce_max) if format.name.has_tensor_scale else {}
     for shard in shards():
         if not recipe.quantizes(shard.name, shard.global_shape):
             yield shard, None
@@ -100,10 +122,19 @@ def _as_it_is(shard: ShardLike) -> PackedShard:
     return PackedShard(shard.name, tuple(shard.global_shape), shard.dtype, shard.box, shard.tensor)
 
 
-def _amaxes(shards: Iterable[ShardLike], recipe: Recipe, reduce_max: ReduceMax | None) -> Mapping[str, float]:
-    """The largest absolute value of each quantised matrix with its fused siblings, over all ranks."""
+def _amaxes(
+    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, reduce_max: ReduceMax | None
+) -> Mapping[str, float]:
+    """The largest absolute value of each quantised matrix with its fused siblings, over all ranks; empty for a format
+    without a scale of the whole tensor.
+
+    A weight that is broken on one rank counts as infinite, so that every rank hears of it and none is left waiting.
+    """
+    if not recipe.spec.name.has_tensor_scale:
+        return {}
     local: dict[str, float] = {}
-    for shard in shards:
+    broken: QuantError | None = None
+    for shard in shards():
         if not recipe.quantizes(shard.name, shard.global_shape) or 0 in shard.tensor.shape:
             continue
         if reduce_max is None and math.prod(shard.global_shape) != shard.tensor.numel():
@@ -111,18 +142,27 @@ def _amaxes(shards: Iterable[ShardLike], recipe: Recipe, reduce_max: ReduceMax |
                 f"This rank holds {shard.box} of {shard.name} {tuple(shard.global_shape)}; {recipe.format} has a scale "
                 "of the whole tensor, so pass `reduce_max`."
             )
-        check_finite(shard.name, shard.tensor)
+        try:
+            check_finite(shard.name, shard.tensor)
+            largest = float(recipe.spec.amax(_source(shard, recipe)))
+        except QuantError as error:
+            broken, largest = broken or error, math.inf
         key = _key(shard.name)
-        local[key] = max(local.get(key, 0.0), float(recipe.spec.amax(_source(shard, recipe))))
-    if reduce_max is None:
-        return local
-    agreed = reduce_max(dict(local))
-    wrong = [key for key, value in local.items() if agreed.get(key, -1.0) < value]
-    if wrong:
-        raise QuantError(
-            f"`reduce_max` returned {agreed.get(wrong[0])} for {wrong[0]}, where this rank alone has {local[wrong[0]]}."
-        )
+        local[key] = max(local.get(key, 0.0), largest)
+    agreed = local if reduce_max is None else reduce_max(dict(local))
+    if broken is not None:
+        raise broken
+    _check_agreed(agreed, local)
     return agreed
+
+
+def _check_agreed(agreed: Mapping[str, float], local: Mapping[str, float]) -> None:
+    for key, value in local.items():
+        if agreed.get(key, -1.0) < value:
+            raise QuantError(f"`reduce_max` returned {agreed.get(key)} for {key}, where this rank alone has {value}.")
+    for key, value in agreed.items():
+        if not math.isfinite(value):
+            raise QuantError(f"{key}, or what is fused with it, holds NaN or Inf on another rank; see that rank's log.")
 
 
 def _pack(shard: ShardLike, quantized: QuantizedTensor, format: Format) -> Iterator[PackedShard]:

@@ -69,12 +69,17 @@ class Recipe:
     """Weights are rounded to this type before they are quantised, on every side: a float32 master copy and the bfloat16
     checkpoint made from it then become the same codes."""
     quantize_activations: bool = True
-    """Off where the engine multiplies with activations as they are, as one does that is fed dequantised weights."""
+    """On: the engine holds codes and scales, and quantises activations where the format has a type for them. Off: it is
+    fed the values of the codes as plain weights and multiplies with activations as they are, as on a CPU."""
 
     def __post_init__(self) -> None:
-        parse_name(self.format)
-        if self.keep_first_layers < 0 or self.keep_last_layers < 0:
-            raise QuantError("`keep_first_layers` and `keep_last_layers` count layers; they cannot be negative.")
+        try:
+            parse_name(self.format)
+        except QuantError as error:
+            raise QuantError(f"`format` is {self.format!r}. {error}") from None
+        for name in ("keep_first_layers", "keep_last_layers"):
+            if getattr(self, name) < 0:
+                raise QuantError(f"`{name}` is {getattr(self, name)}; it counts layers and cannot be negative.")
         if self.source_dtype not in ("bfloat16", "float32"):
             raise QuantError(f"`source_dtype` is bfloat16 or float32, not {self.source_dtype!r}.")
         kept = self.keep_first_layers + self.keep_last_layers
