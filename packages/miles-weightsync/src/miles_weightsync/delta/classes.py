@@ -49,9 +49,9 @@ def plan_classes(old: np.ndarray, new: np.ndarray, *, count: int) -> ClassPlan:
     bins = int(exponents.max()) + 1
     changed = old != new
     elements = np.bincount(exponents, minlength=bins).astype(float)
-    steps = np.minimum(np.abs((new[changed] - old[changed]).view(f"i{old.itemsize}").astype(np.int64)), 15)
-    moved = np.zeros((bins, 16))
-    np.add.at(moved, (exponents[changed], steps), 1.0)
+    steps = _step_sizes(old[changed], new[changed])
+    moved = np.bincount(exponents[changed].astype(np.int64) * 16 + steps, minlength=bins * 16).astype(float)
+    moved = moved.reshape(bins, 16)
 
     groups = [[int(e)] for e in np.flatnonzero(elements)]
     counts = [(elements[g[0]], moved[g[0]]) for g in groups]
@@ -68,6 +68,12 @@ def plan_classes(old: np.ndarray, new: np.ndarray, *, count: int) -> ClassPlan:
         bits[i : i + 2] = [merged_bits[i]]
     floors = (0, *(g[0] << shift for g in groups[1:]))
     return ClassPlan(floors, tuple(float(m.sum() / n) for n, m in counts))
+
+
+def expected_bits(old: np.ndarray, new: np.ndarray) -> float:
+    """Entropy of the changes between two samples; an estimate from below, since all large steps count as one."""
+    changed = old != new
+    return _bits(float(old.size), np.bincount(_step_sizes(old[changed], new[changed]), minlength=16).astype(float))
 
 
 def magnitude(values: np.ndarray) -> np.ndarray:
@@ -101,6 +107,12 @@ def wrong_base(how: str) -> DeltaError:
         f"The delta was made against other old values: {how}. Put it on exactly the version that it is based on, "
         "once, or send the full weights."
     )
+
+
+def _step_sizes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """[n] how far values move, from -8 to 7 as 0 to 15; what lies beyond counts as the end it is past."""
+    steps = (new - old).view(f"i{old.itemsize}").astype(np.int64)
+    return np.clip(steps + 8, 0, 15)
 
 
 def _bits(elements: float, moved: np.ndarray) -> float:

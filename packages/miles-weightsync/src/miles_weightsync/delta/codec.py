@@ -44,8 +44,8 @@ def encode(old: np.ndarray, new: np.ndarray, *, codec: Codec = "fast") -> bytes:
     Raises:
         DeltaError: the arrays do not fit each other.
     """
-    _check_array(old, "old")
-    _check_array(new, "new")
+    check_array(old, "old")
+    check_array(new, "new")
     if old.dtype != new.dtype or old.size != new.size:
         raise DeltaError(f"A delta needs two arrays alike; old has {old.size} {old.dtype}, new {new.size} {new.dtype}.")
     sampled = sample(old, new)
@@ -172,7 +172,8 @@ def _lies_plainly(array: np.ndarray) -> bool:
     return array.flags.c_contiguous and array.flags.aligned
 
 
-def _check_array(array: np.ndarray, name: str) -> None:
+def check_array(array: np.ndarray, name: str) -> None:
+    """`array` is of bit patterns that deltas are made of."""
     if array.ndim != 1 or array.dtype.str not in _TYPES or not _lies_plainly(array):
         raise DeltaError(
             f"`{name}` is {array.dtype} of shape {array.shape}; deltas are of contiguous, aligned 1-D "
