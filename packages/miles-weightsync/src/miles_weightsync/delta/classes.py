@@ -49,8 +49,8 @@ def plan_classes(old: np.ndarray, new: np.ndarray, *, count: int) -> ClassPlan:
     bins = int(exponents.max()) + 1
     changed = old != new
     elements = np.bincount(exponents, minlength=bins).astype(float)
-    steps = _step_sizes(old[changed], new[changed])
-    moved = np.bincount(exponents[changed].astype(np.int64) * 16 + steps, minlength=bins * 16).astype(float)
+    steps = (new[changed] - old[changed]).view(f"i{old.itemsize}").astype(np.int64)
+    moved = np.bincount(exponents[changed].astype(np.int64) * 16 + _kinds(steps), minlength=bins * 16).astype(float)
     moved = moved.reshape(bins, 16)
 
     groups = [[int(e)] for e in np.flatnonzero(elements)]
@@ -71,9 +71,11 @@ def plan_classes(old: np.ndarray, new: np.ndarray, *, count: int) -> ClassPlan:
 
 
 def expected_bits(old: np.ndarray, new: np.ndarray) -> float:
-    """Entropy of the changes between two samples; an estimate from below, since all large steps count as one."""
+    """Entropy of the changes between two samples, about; beyond 8, steps of one length count as equally likely."""
     changed = old != new
-    return _bits(float(old.size), np.bincount(_step_sizes(old[changed], new[changed]), minlength=16).astype(float))
+    steps = (new[changed] - old[changed]).view(f"i{old.itemsize}").astype(np.int64)
+    lengths = np.log2(np.maximum(np.abs(steps) / 4, 1.0))
+    return _bits(float(old.size), np.bincount(_kinds(steps), minlength=16).astype(float)) + float(lengths.sum())
 
 
 def magnitude(values: np.ndarray) -> np.ndarray:
@@ -109,9 +111,8 @@ def wrong_base(how: str) -> DeltaError:
     )
 
 
-def _step_sizes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """[n] how far values move, from -8 to 7 as 0 to 15; what lies beyond counts as the end it is past."""
-    steps = (new - old).view(f"i{old.itemsize}").astype(np.int64)
+def _kinds(steps: np.ndarray) -> np.ndarray:
+    """[n] steps from -8 to 7 as 0 to 15; what lies beyond counts as the end it is past."""
     return np.clip(steps + 8, 0, 15)
 
 

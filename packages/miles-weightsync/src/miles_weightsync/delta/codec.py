@@ -108,6 +108,7 @@ def element_type(blob: Blob) -> np.dtype[np.unsignedinteger]:
 
 def check_fits(blob: Blob, target: np.ndarray) -> None:
     """`target` has the element type and count of the delta."""
+    check_array(target, "old")
     if target.dtype != element_type(blob) or target.size != blob.count:
         raise DeltaError(
             f"The delta is of {blob.count} elements of {blob.itemsize} bytes; "
@@ -168,13 +169,14 @@ def _locate(
     return found[order], np.concatenate([steps for _, steps in parts])[order]
 
 
-def _lies_plainly(array: np.ndarray) -> bool:
+def lies_plainly(array: np.ndarray) -> bool:
+    """Element after element, as kernels read it."""
     return array.flags.c_contiguous and array.flags.aligned
 
 
 def check_array(array: np.ndarray, name: str) -> None:
     """`array` is of bit patterns that deltas are made of."""
-    if array.ndim != 1 or array.dtype.str not in _TYPES or not _lies_plainly(array):
+    if array.ndim != 1 or array.dtype.str not in _TYPES or not lies_plainly(array):
         raise DeltaError(
             f"`{name}` is {array.dtype} of shape {array.shape}; deltas are of contiguous, aligned 1-D "
             "arrays of uint8, uint16 or uint32: bit patterns, as `tensor.view(...)` gives."

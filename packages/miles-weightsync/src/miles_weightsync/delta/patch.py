@@ -9,7 +9,7 @@ import numpy as np
 from . import compiled
 from .blob import read_blob
 from .classes import wrong_base
-from .codec import Decoded, check_fits, decode_blob, element_type, witness
+from .codec import Decoded, check_fits, decode_blob, element_type, lies_plainly, witness
 from .errors import DeltaError
 from .tracks import check_tracks
 
@@ -112,10 +112,11 @@ def _dense(target: np.ndarray, count: int, columns: int | None, stride: int | No
 
 
 def _check_target(target: np.ndarray, count: int, dtype: np.dtype, columns: int | None, stride: int | None) -> None:
-    if target.ndim != 1 or target.dtype != dtype or not target.flags.writeable:
+    if target.ndim != 1 or target.dtype != dtype or not target.flags.writeable or not lies_plainly(target):
         raise DeltaError(
             f"The delta is of {dtype}; the target is {target.dtype} of shape {target.shape}"
-            f"{'' if target.flags.writeable else ', and read-only'}. It must be 1-D, writable and of the same type."
+            f"{'' if target.flags.writeable else ', and read-only'}. It must be 1-D, contiguous, aligned, "
+            "writable and of the same type; rows that lie apart are given by `columns` and `row_stride`."
         )
     if (columns is None) != (stride is None):
         raise DeltaError("`columns` and `row_stride` go together: give both or none.")
