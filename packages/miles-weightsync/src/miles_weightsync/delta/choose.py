@@ -68,9 +68,8 @@ def choose(
         full_s = new.nbytes / link_bytes_per_s
         delta_s = seconds + len(blob) / link_bytes_per_s + new.nbytes / APPLY_BYTES_PER_S
         if delta_s > full_s:
-            return _full(
-                new, f"the delta takes {delta_s:.3g} s (encoded in {seconds:.3g} s), the full {full_s:.3g} s", seconds
-            )
+            times = f"{delta_s:.3g} s ({seconds:.3g} s of it to encode), the full array {full_s:.3g} s"
+            return _full(new, f"the delta takes {times}", seconds)
     reason = f"the delta has {len(blob) / new.nbytes:.2%} of the full size"
     return Choice(kind="delta", nbytes=len(blob), full_bytes=new.nbytes, reason=reason, encode_s=seconds, blob=blob)
 
