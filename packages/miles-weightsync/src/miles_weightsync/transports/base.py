@@ -31,6 +31,7 @@ Bytes = NDArray[np.uint8]
 
 _MODULES = {
     "shm": "shm",
+    "tcp": "tcp",
 }
 TRANSPORTS: tuple[str, ...] = tuple(_MODULES)
 """Names that `make_inbox` and `make_outbox` know. Some need an extra to be installed."""

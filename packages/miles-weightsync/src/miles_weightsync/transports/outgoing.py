@@ -82,7 +82,7 @@ class OutboxBase(ABC):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TransportTimeout(
-                        f"{len(late)} of {len(tickets)} writes have not arrived after {timeout_s:g} s, first {late[0]}. "
+                        f"{len(late)} of {len(tickets)} writes are late after {timeout_s:g} s, first {late[0]}. "
                         "The receiver hangs or is slow: look at its log, or allow more time."
                     )
                 self._changed.wait(left)
