@@ -64,14 +64,18 @@ class DeltaStore:
     # ---- writing
 
     def kind_for(self, version: int, *, base: int | None) -> tuple[Kind, str]:
-        """What to publish `version` as, given the version that the deltas at hand would be based on, and why."""
+        """What to publish `version` as, given the version that the deltas at hand would be based on, and why.
+
+        Raises:
+            StoreError: this version or a later one is published.
+        """
         versions = self.versions()
         if not versions:
             return "full", "the store is empty"
-        if base != versions[-1]:
-            return "full", f"the newest stored version is {versions[-1]}, not the base {base}"
         if version <= versions[-1]:
             raise StoreError(_too_old(version, versions[-1]))
+        if base != versions[-1]:
+            return "full", f"the newest stored version is {versions[-1]}, not the base {base}"
         try:
             deltas = len(self.chain(None, versions[-1]).deltas)
         except StoreError as error:
@@ -118,16 +122,13 @@ class DeltaStore:
             return self._published_already(manifest)
         newest = versions[-1] if versions else None
         if newest is not None and version < newest:
-            raise StoreError(
-                f"Version {version} cannot follow version {newest}, which is published. Publish a later one."
-            )
+            raise StoreError(_too_old(version, newest))
         if base is not None:
             self._check_base(manifest, newest)
         for part in ordered:
-            if not self._files.holds(part.file, nbytes=part.nbytes, digest=part.digest):
-                raise StoreError(
-                    f"{part.file} is not there with its {part.nbytes} bytes; version {version} is not published."
-                )
+            if (size := self._files.size(part.file)) != part.nbytes:
+                has = "is missing" if size is None else f"has {size} bytes instead of {part.nbytes}"
+                raise StoreError(f"{part.file} {has}; version {version} is not published. Put the part again.")
         try:
             self._files.write(_manifest_path(version), to_json(manifest), exclusive=True)
         except FileExistsError:
