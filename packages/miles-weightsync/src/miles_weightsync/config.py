@@ -16,9 +16,9 @@ class PushConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (read by pydantic in miles-core; no dependency here)
 
-    way: Literal["tensor", "disk"] = "tensor"
+    way: Literal["tensor", "disk", "staged"] = "tensor"
     """`tensor`: buckets through shared memory, for engines on the leader's host. `disk`: a safetensors folder that all
-    machines see."""
+    machines see. `staged`: each rank writes into receivers inside the engines while requests run; see `docs`."""
     pause: Pause = "retract"
     """What happens to running requests: `retract` re-computes their prefix under the new weights, `in_place` keeps the
     old KV cache, `abort` ends them with the tokens they have."""
@@ -30,6 +30,15 @@ class PushConfig:
     """Where buckets are staged in the `tensor` way: host shared memory, or the leader's GPU for colocated engines."""
     bucket_bytes: int = 256 * 2**20
     """Size at which a bucket is closed; two are staged at a time. A larger tensor gets a bucket of its own."""
+    transport: str = "shm"
+    """How bytes reach receivers in the `staged` way; see `miles_weightsync.transports`."""
+    delta: Literal["off", "fast", "small"] = "fast"
+    """Codec for what changed since the last push, in the `staged` way. Keeps a copy of the rank's shards on the host;
+    a full push is sent where a delta has no base or does not pay."""
+    max_inflight_bytes: int = 1 << 30
+    """Bytes that a rank has packed and not yet delivered in the `staged` way, over all engines."""
+    listen_host: str = "127.0.0.1"
+    """Where the leader of `staged` pushes is called back; `0.0.0.0` when engines or ranks are on other hosts."""
     timeout_s: float = 300.0
     """Deadline of one push on one engine, from the first request to the last."""
     disk_dir: str | None = None
@@ -44,9 +53,17 @@ class PushConfig:
             raise PushConfigError(f"`bucket_bytes` is {self.bucket_bytes}; it must be at least 1.")
         if not self.timeout_s > 0:
             raise PushConfigError(f"`timeout_s` is {self.timeout_s}; it must be positive.")
+        if self.max_inflight_bytes < 1:
+            raise PushConfigError(f"`max_inflight_bytes` is {self.max_inflight_bytes}; it must be at least 1.")
+        if self.way == "staged" and self.verify == "none":
+            raise PushConfigError(
+                "`verify = none` has no effect with `way = staged`, which always verifies; remove it."
+            )
         if self.disk_keep < 1:
             raise PushConfigError(f"`disk_keep` is {self.disk_keep}; the version being served must be kept.")
-        if self.way == "disk" and self.staging != "shm":
-            raise PushConfigError(f"`staging = {self.staging}` has no effect with `way = disk`; remove it.")
-        if self.way == "tensor" and (self.disk_dir or self.disk_template):
-            raise PushConfigError("`disk_dir` and `disk_template` have no effect with `way = tensor`; remove them.")
+        if self.way != "tensor" and self.staging != "shm":
+            raise PushConfigError(f"`staging = {self.staging}` has no effect with `way = {self.way}`; remove it.")
+        if self.way != "disk" and (self.disk_dir or self.disk_template):
+            raise PushConfigError(
+                f"`disk_dir` and `disk_template` have no effect with `way = {self.way}`; remove them."
+            )

@@ -17,7 +17,7 @@ import httpx
 
 from .config import Pause
 from .errors import EngineRequestError
-from .payload import LOAD_FORMAT
+from .payload import LOAD_FORMAT, encode_command
 
 _FLUSH_WAIT_S = 30.0
 """How long a flush may wait for requests that are just being retracted or aborted."""
@@ -121,6 +121,37 @@ class EngineClient:
         """Load one bucket; one payload for each tensor-parallel rank R of the engine."""
         body = {"serialized_named_tensors": payload_R, "load_format": LOAD_FORMAT, "flush_cache": False}
         self._call("POST", "/update_weights_from_tensor", body, deadline)
+
+    def open_session(self, deadline: Deadline) -> bool:
+        """Open an update session. False if one is open already, which may be somebody else's."""
+        try:
+            self._call("POST", "/begin_weight_update", {}, deadline)
+        except EngineRequestError as error:
+            if "already open" not in str(error):
+                raise
+            return False
+        return True
+
+    def command(self, command: str, loader: str, *, ranks: int, selector: str, deadline: Deadline) -> None:
+        """Have a custom loader carry out a command in every rank. Needs an open session."""
+        payload = encode_command(command)
+        body: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "load_format": loader}
+        body |= {"flush_cache": False, "selector": selector}
+        self._call("POST", "/update_weights_from_tensor", body, deadline)
+
+    def is_paused(self, deadline: Deadline) -> bool:
+        """Whether requests wait; `/ready` answers 503 then."""
+        try:
+            self._call("GET", "/ready", None, deadline)
+        except EngineRequestError as error:
+            if error.status == 503:
+                return True
+            raise
+        return False
+
+    def server_info(self, deadline: Deadline) -> dict[str, Any]:
+        """How the engine was started: all its options."""
+        return self._call("GET", "/server_info", None, deadline)
 
     def load_disk(self, path: str, deadline: Deadline) -> None:
         """Load a whole checkpoint folder."""

@@ -31,9 +31,10 @@ from .errors import PushConfigError, ShardError, SyncError, WeightSyncError
 from .fleet import Fleet
 from .guard import exclusive
 from .layout import ShardSpec
-from .report import EngineOutcome, SyncReport, summarize
+from .report import PHASES, EngineOutcome, SyncReport, summarize
 from .shard import ShardLike, collect
 from .shm import clean_stale
+from .staged import Differences, StagedPushes
 from .staging import NUM_STAGES, Staging, write_bucket
 
 Blocks = dict[ShardSpec, torch.Tensor]
@@ -64,6 +65,7 @@ class Pusher:
         self._api_key = api_key
         self._ranks = Ranks(group, timeout_s=config.timeout_s)
         self._staging = Staging(self._ranks, kind=config.staging)
+        self._staged = StagedPushes(self._ranks, config, api_key) if config.way == "staged" else None
         self._busy = threading.Lock()
         self._version: int | None = None
         self._planned: tuple[object, tuple[Bucket, ...]] | None = None
@@ -94,6 +96,8 @@ class Pusher:
         if not self._busy.acquire(blocking=False):
             raise SyncError("Another push of this Pusher is running; pushes must follow one another.", phase="prepare")
         try:
+            if self._staged is not None:
+                return self._push_staged(self._staged, shards, version)
             return self._push(shards, version)
         except BaseException:
             self._staging.close()
@@ -101,9 +105,28 @@ class Pusher:
         finally:
             self._busy.release()
 
+    def verify(self, shards: Iterable[ShardLike]) -> dict[str, Differences]:
+        """Compare every parameter of every engine with the shards, in the `staged` way. Collective; by engine URL.
+
+        Engines pause while they hash what they hold.
+
+        Raises:
+            SyncError: an engine cannot be asked, or a push is running.
+        """
+        if self._staged is None:
+            raise PushConfigError(f"`verify` needs `way = staged`; this Pusher pushes by `{self._config.way}`.")
+        if not self._busy.acquire(blocking=False):
+            raise SyncError("A push of this Pusher is running; verify after it.", phase="verify")
+        try:
+            return self._staged.verify(shards, self._engines)
+        finally:
+            self._busy.release()
+
     def close(self) -> None:
         """Give the shared memory back."""
         self._staging.close()
+        if self._staged is not None:
+            self._staged.close()
 
     def __enter__(self) -> Pusher:
         return self
@@ -147,6 +170,22 @@ class Pusher:
             leader_seconds=self._seconds,
             total_seconds=time.monotonic() - start,
             engines=outcomes,
+        )
+
+    def _push_staged(self, staged: StagedPushes, shards: Iterable[ShardLike], version: int) -> SyncReport:
+        start = time.monotonic()
+        self._ranks.agree("prepare", lambda: self._check_version(version))
+        self._version = version
+        result = staged.push(shards, version, self._engines)
+        _raise_failures(result.outcomes, version)
+        return summarize(
+            version=version,
+            num_bytes=sum(outcome.bytes for outcome in result.outcomes),
+            num_tensors=result.num_tensors,
+            num_buckets=result.num_buckets,
+            leader_seconds={phase: s for phase, s in result.seconds.items() if phase not in PHASES},
+            total_seconds=time.monotonic() - start,
+            engines=result.outcomes,
         )
 
     def _prepare(

@@ -29,6 +29,14 @@ class EngineOutcome:
     """Seconds spent in the requests of each phase (pause, load, verify, resume)."""
     pause_seconds: float = 0.0
     """From the pause request until generation continued, or until now where it did not."""
+    kind: Literal["full", "delta"] | None = None
+    """What was sent in the `staged` way."""
+    reason: str | None = None
+    """Why a full push and no delta."""
+    bytes: int = 0
+    """Bytes written to this engine in the `staged` way."""
+    serves: int | None = None
+    """Version whose weights the engine holds whole, in the `staged` way; None when that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

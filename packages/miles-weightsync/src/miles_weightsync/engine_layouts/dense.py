@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
+from ..errors import ShardError
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 

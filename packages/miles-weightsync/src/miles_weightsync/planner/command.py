@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
+from ..errors import ShardError
 from .estimate import baselines, seconds
 from .layout import Layout
 from .plan import Plan, make_plan

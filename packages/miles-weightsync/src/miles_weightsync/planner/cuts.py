@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
-from ..layout import Box, volume  # noqa: TID252
+from ..errors import ShardError
+from ..layout import Box, volume
 from .layout import Block
 from .model import Tensor, scale_box
 

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ..layout import volume  # noqa: TID252  (vendored by copying the folder: no absolute imports)
+from ..layout import volume
 from .layout import ITEM_BYTES, Layout
 from .plan import Plan
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
-from ..layout import Box  # noqa: TID252
+from ..errors import ShardError
+from ..layout import Box
 
 Role = Literal[
     "whole", "embed", "head", "q", "kv", "heads", "head_columns", "mlp_rows", "mlp_columns", "shared_rows",

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
-from ..layout import Box, overlaps, show, volume  # noqa: TID252
+from ..errors import ShardError
+from ..layout import Box, overlaps, show, volume
 from .layout import ITEM_BYTES, Block, Layout, TensorLayout
 
 

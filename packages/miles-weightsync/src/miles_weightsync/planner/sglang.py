@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
-from ..layout import Box, volume  # noqa: TID252
+from ..errors import ShardError
+from ..layout import Box, volume
 from .cuts import Part, cut, divided, grouped, padded, whole
 from .layout import Block, Layout, TensorLayout
 from .model import ModelShape, Tensor

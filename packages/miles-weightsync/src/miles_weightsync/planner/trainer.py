@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..errors import ShardError  # noqa: TID252  (vendored by copying the folder: no absolute imports)
-from ..layout import Box  # noqa: TID252
+from ..errors import ShardError
+from ..layout import Box
 from .cuts import Part, cut, divided, grouped, whole
 from .layout import Block, Layout, TensorLayout
 from .megatron_names import megatron_name

@@ -1,0 +1,470 @@
+"""Pushes by the commit protocol: every trainer rank sends its own pieces, every engine commits on its own.
+
+```
+ every rank   shards ─▶ layout ─▶ plan ─▶ encode ─▶ ┌ serve the leader's orders ┐ ─▶ outcomes ─▶ keep as base of deltas
+ leader         attach engines            choose    └ one lane an engine ───────┘
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..collective import Ranks, host_id
+from ..engine import Deadline, EngineClient
+from ..errors import ShardError, SyncError, WeightSyncError
+from ..guard import exclusive
+from ..layout import ShardSpec
+from ..report import EngineOutcome
+from ..shard import ShardLike, collect
+from ..transports import Outbox, make_outbox
+from ..wire import Channel
+from .check import Differences, compare, run_check
+from .lane import Job, StagedLane
+from .link import Link
+from .rendezvous import Rendezvous
+from .sender import Blobs, Sender, Senders, piece_checksums
+from .tables import EnginePlan, EngineShape, plan_engine
+from .values import Snapshot, Values
+
+if TYPE_CHECKING:
+    from ..config import PushConfig
+
+_MIN_BUCKET_BYTES = 64 * 1024
+_PAYS_BELOW = 0.5
+"""A delta is sent when it has less than this share of the bytes of a full push."""
+_GRACE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One push, seen alike by every rank."""
+
+    outcomes: tuple[EngineOutcome, ...]
+    num_tensors: int
+    num_buckets: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What every rank hears about an engine."""
+
+    url: str
+    key: str
+    shape: EngineShape | None
+    """Only when the ranks have not seen its key before."""
+    content: str | None
+    error: str | None
+    """Why it cannot be pushed to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank tells the others first."""
+
+    version: int
+    host: str
+    digest: str
+    engines: tuple[_Engine, ...]
+    address: tuple[str, int, str]
+    """Host, port and token of the leader's rendezvous."""
+
+
+class StagedPushes:
+    """The state that lasts between pushes: links to engines, plans, and the base of deltas."""
+
+    def __init__(self, ranks: Ranks, config: PushConfig, api_key: str | None) -> None:
+        self._ranks, self._config, self._api_key = ranks, config, api_key
+        self._name = secrets.token_hex(8)
+        self._count = 0
+        self._links: dict[str, Link] = {}
+        self._clients: dict[str, EngineClient] = {}
+        self._shapes: dict[str, EngineShape] = {}
+        self._keys: dict[str, str] = {}
+        self._told: set[str] = set()
+        self._layout: tuple[tuple[str, ...], dict[int, str], list[list[ShardSpec]]] | None = None
+        self._plans: dict[tuple[str, int], EnginePlan | str] = {}
+        self._snapshot = Snapshot()
+        self._rendezvous: Rendezvous | None = None
+        self._outbox: Outbox | None = None
+
+    def push(self, shards: Iterable[ShardLike], version: int, urls: Sequence[str]) -> Result:
+        """Collective over the ranks.
+
+        Raises:
+            ShardError: the shards do not make what any engine needs. None was touched.
+            SyncError: the trainer side failed.
+        """
+        with ExitStack() as held:
+            clock = _Clock()
+            deadline = Deadline(self._config.timeout_s)
+            blocks: dict[ShardSpec, torch.Tensor] = {}
+            said_R = self._ranks.agree("prepare", lambda: self._gather(shards, blocks, version, urls, deadline, held))
+            clock.lap("attach")
+            values = Values(blocks)
+            engines = said_R[0].engines
+            plans = self._plan_all(said_R, list(blocks), len(urls))
+            clock.lap("plan")
+            self._count += 1
+            content = self._ranks.agree("plan", lambda: f"{self._name}:{self._count}")[0]
+            blobs, sizes = self._encode(values, engines, plans)
+            clock.lap("encode")
+            outcomes = self._send(version, content, values, engines, plans, blobs, sizes, said_R[0].address, deadline)
+            clock.lap("send")
+            if any(outcome.ok for outcome in outcomes) and self._config.delta != "off":
+                self._ranks.agree("resume", lambda: self._keep(values, plans, content))
+                clock.lap("keep")
+        used = [plan for plan in plans if isinstance(plan, EnginePlan)]
+        return Result(
+            outcomes,
+            num_tensors=len({name for plan in used for names in plan.names_R for name in names}),
+            num_buckets=sum(len(table.buckets) for plan in used for table in plan.tables_R),
+            seconds=clock.seconds,
+        )
+
+    def verify(self, shards: Iterable[ShardLike], urls: Sequence[str]) -> dict[str, Differences]:
+        """Compare every parameter of every engine with the shards; collective. Engines pause for as long as they hash.
+
+        Raises:
+            SyncError: an engine could not be asked; names it.
+        """
+        with ExitStack() as held:
+            deadline = Deadline(self._config.timeout_s)
+            blocks: dict[ShardSpec, torch.Tensor] = {}
+            said_R = self._ranks.agree("verify", lambda: self._gather(shards, blocks, 0, urls, deadline, held))
+            values = Values(blocks)
+            plans = self._plan_all(said_R, list(blocks), len(urls))
+            mine = {
+                p.key: piece_checksums(values, p.loads.get(self._ranks.rank, ()))
+                for p in plans
+                if isinstance(p, EnginePlan)
+            }
+            sums_R = self._ranks.agree("verify", lambda: mine)
+
+            def check() -> dict[str, Differences]:
+                if not self._ranks.is_leader:
+                    return {}
+                found: dict[str, Differences] = {}
+                for engine, plan in zip(said_R[0].engines, plans, strict=True):
+                    if isinstance(plan, str):
+                        raise SyncError(f"{engine.url}: {plan}", phase="verify")
+                    link = self._links[engine.url]
+                    answers = run_check(
+                        self._clients[engine.url], link, plan, pause=self._config.pause, deadline=deadline
+                    )
+                    found[engine.url] = compare(plan, [sums[plan.key] for sums in sums_R], answers)
+                return found
+
+            return self._ranks.agree("verify", check)[0]
+
+    def close(self) -> None:
+        """Let go of engines, memory and sockets."""
+        for link in self._links.values():
+            link.close()
+        for client in self._clients.values():
+            client.close()
+        self._links.clear()
+        self._clients.clear()
+        self._snapshot.drop()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+
+    def _gather(
+        self,
+        shards: Iterable[ShardLike],
+        blocks: dict[ShardSpec, torch.Tensor],
+        version: int,
+        urls: Sequence[str],
+        deadline: Deadline,
+        held: ExitStack,
+    ) -> _Said:
+        engines: tuple[_Engine, ...] = ()
+        address = ("", 0, "")
+        if self._ranks.is_leader:
+            held.enter_context(exclusive(urls))
+            engines = self._attach_all(urls, deadline)
+        blocks.update(collect(shards))
+        digest = hashlib.sha256(repr(list(blocks)).encode()).hexdigest()
+        if self._ranks.is_leader:
+            rendezvous = self._meet()
+            address = (socket.gethostname(), rendezvous.port, rendezvous.expect())
+        return _Said(version, host_id(), digest, engines, address)
+
+    def _attach_all(self, urls: Sequence[str], deadline: Deadline) -> tuple[_Engine, ...]:
+        """Bring every link up; all engines at the same time."""
+        for url in set(self._links) - set(urls):
+            self._links.pop(url).close()
+            self._clients.pop(url).close()
+        self._meet()
+        with ThreadPoolExecutor(len(urls), thread_name_prefix="weightsync attach") as pool:
+            return tuple(pool.map(self._attach, urls, [deadline] * len(urls)))
+
+    def _attach(self, url: str, deadline: Deadline) -> _Engine:
+        client = self._clients.setdefault(url, EngineClient(url, api_key=self._api_key))
+        try:
+            link = self._links.get(url)
+            if link is not None and not self._is_usable(link, deadline):
+                link.close()
+                del self._links[url]
+                link = None
+            if link is None:
+                link, shape = Link.attach(client, self._meet(), deadline)
+                self._links[url] = link
+                self._keys[url] = shape.key
+                self._shapes[shape.key] = shape
+                if self._config.transport == "shm" and any(host != host_id() for host in link.hosts):
+                    raise SyncError("it does not share this host's memory; use `transport = tcp`.", phase="attach")
+        except WeightSyncError as error:
+            return _Engine(url, "", None, None, str(error))
+        key = self._keys[url]
+        shape = None if key in self._told else self._shapes[key]
+        return _Engine(url, key, shape, link.content, None)
+
+    def _is_usable(self, link: Link, deadline: Deadline) -> bool:
+        """Whether the receivers still listen to us, and none holds a commit that nobody brought to an end."""
+        if not link.is_alive:
+            return False
+        try:
+            link.refresh(deadline)
+        except SyncError:
+            return False
+        return link.is_whole
+
+    def _meet(self) -> Rendezvous:
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(host=self._config.listen_host)
+        return self._rendezvous
+
+    def _plan_all(self, said_R: Sequence[_Said], specs: list[ShardSpec], num_engines: int) -> list[EnginePlan | str]:
+        """A plan for every engine, or why there is none; alike on every rank."""
+        versions = [said.version for said in said_R]
+        if len(set(versions)) > 1:
+            raise SyncError(f"The ranks push different versions: {versions}.", phase="prepare")
+        for engine in said_R[0].engines:
+            if engine.shape is not None:
+                self._shapes[engine.key] = engine.shape
+                self._told.add(engine.key)
+        digests = tuple(said.digest for said in said_R)
+        if self._layout is None or self._layout[0] != digests:
+            hosts = {rank: said.host for rank, said in enumerate(said_R)}
+            self._layout = digests, hosts, self._ranks.agree("plan", lambda: specs)
+            self._plans.clear()
+        _, hosts, specs_R = self._layout
+        bucket_bytes = max(_MIN_BUCKET_BYTES, self._config.max_inflight_bytes // num_engines)
+        bucket_bytes = min(self._config.bucket_bytes, bucket_bytes)
+        found: list[EnginePlan | str] = []
+        errors: list[ShardError] = []
+        for engine in said_R[0].engines:
+            if engine.error is not None:
+                found.append(engine.error)
+                continue
+            known = (engine.key, bucket_bytes)
+            if known not in self._plans:
+                try:
+                    self._plans[known] = plan_engine(
+                        self._shapes[engine.key], hosts, specs_R, bucket_bytes=bucket_bytes
+                    )
+                except ShardError as error:
+                    errors.append(error)
+                    self._plans[known] = str(error)
+            found.append(self._plans[known])
+        if errors and not any(isinstance(plan, EnginePlan) for plan in found):
+            self._plans.clear()
+            raise errors[0]
+        return found
+
+    def _encode(
+        self, values: Values, engines: Sequence[_Engine], plans: Sequence[EnginePlan | str]
+    ) -> tuple[Blobs | None, dict[str, tuple[tuple[int, ...], ...] | str]]:
+        """Deltas for the engines that serve what was pushed last, and by engine shape the bytes of every bucket."""
+        wanted = {
+            plan.key: plan
+            for engine, plan in zip(engines, plans, strict=True)
+            if isinstance(plan, EnginePlan)
+            and self._config.delta != "off"
+            and engine.content is not None
+            and engine.content == self._snapshot.content
+        }
+        if not wanted or self._config.delta == "off":
+            return None, {}
+        blobs = Blobs(values, self._snapshot, self._config.delta)
+        mine_R = self._ranks.agree(
+            "encode", lambda: {key: blobs.sizes(p.loads.get(self._ranks.rank, ())) for key, p in wanted.items()}
+        )
+        sizes: dict[str, tuple[tuple[int, ...], ...] | str] = {}
+        for key, plan in wanted.items():
+            parts = [mine[key] for mine in mine_R]
+            if any(part is None for part in parts):
+                sizes[key] = "not every tensor has a base or a codec"
+                continue
+            of = {(dst, index): size for part in parts for dst, index, size in part or ()}
+            table_R = tuple(
+                tuple(of[dst, index] for index in range(len(table.buckets))) for dst, table in enumerate(plan.tables_R)
+            )
+            share = sum(of.values()) / max(plan.nbytes, 1)
+            sizes[key] = table_R if share < _PAYS_BELOW else f"the delta would have {share:.0%} of the bytes"
+        return blobs, sizes
+
+    def _send(
+        self,
+        version: int,
+        content: str,
+        values: Values,
+        engines: Sequence[_Engine],
+        plans: Sequence[EnginePlan | str],
+        blobs: Blobs | None,
+        sizes: Mapping[str, tuple[tuple[int, ...], ...] | str],
+        address: tuple[str, int, str],
+        deadline: Deadline,
+    ) -> tuple[EngineOutcome, ...]:
+        """Run the lanes on the leader and the sender on every rank."""
+        if self._outbox is None:
+            self._outbox = make_outbox(self._config.transport)
+        outbox = self._outbox
+        by_key = {plan.key: plan for plan in plans if isinstance(plan, EnginePlan)}
+        outcomes: list[EngineOutcome] = []
+        leader: threading.Thread | None = None
+        failure: list[BaseException] = []
+
+        def lead() -> None:
+            try:
+                outcomes.extend(self._lead(version, content, engines, plans, sizes, address[2], deadline))
+            except BaseException as error:  # told to every rank below
+                failure.append(error)
+
+        def work() -> tuple[EngineOutcome, ...]:
+            channel = self._dial(address, deadline)
+            try:
+                window = max(_MIN_BUCKET_BYTES, self._config.max_inflight_bytes // max(len(engines), 1))
+                sender = Sender(channel, outbox, values, rank=self._ranks.rank, window_bytes=window, blobs=blobs)
+                sender.serve(by_key, timeout_s=self._config.timeout_s + _GRACE_S)
+            except SyncError:
+                if not failure:
+                    raise
+            finally:
+                channel.close()
+                if leader is not None:
+                    leader.join()
+            if failure:
+                raise failure[0]
+            return tuple(outcomes)
+
+        if self._ranks.is_leader:
+            leader = threading.Thread(target=lead, name="weightsync leader")
+            leader.start()
+        return self._ranks.agree("send", work)[0]
+
+    def _lead(
+        self,
+        version: int,
+        content: str,
+        engines: Sequence[_Engine],
+        plans: Sequence[EnginePlan | str],
+        sizes: Mapping[str, tuple[tuple[int, ...], ...] | str],
+        token: str,
+        deadline: Deadline,
+    ) -> list[EngineOutcome]:
+        found = self._meet().collect(token, self._ranks.size, timeout_s=deadline.left(), what="Trainer ranks")
+        channels = {rank: channel for rank, (channel, _) in found.items()}
+        senders = Senders(channels)
+
+        def run(index: int) -> EngineOutcome:
+            engine, plan = engines[index], plans[index]
+            if isinstance(plan, str):
+                phase = "attach" if engine.error is not None else "plan"
+                return EngineOutcome(url=engine.url, ok=False, phase=phase, error=plan)
+            job = self._job(version, content, engine, plan, sizes)
+            client, link = self._clients[engine.url], self._links[engine.url]
+            return StagedLane(index, client, link, job, pause=self._config.pause, deadline=deadline).run(senders)
+
+        try:
+            with ThreadPoolExecutor(len(engines), thread_name_prefix="weightsync lane") as pool:
+                return list(pool.map(run, range(len(engines))))
+        finally:
+            senders.done()
+            senders.close()
+
+    def _job(
+        self,
+        version: int,
+        content: str,
+        engine: _Engine,
+        plan: EnginePlan,
+        sizes: Mapping[str, tuple[tuple[int, ...], ...] | str],
+    ) -> Job:
+        size = sizes.get(plan.key)
+        is_base = engine.content is not None and engine.content == self._snapshot.content
+        if is_base and isinstance(size, tuple):
+            base, sizes_R, reason = engine.content, size, None
+        else:
+            base, sizes_R, reason = None, None, self._why_full(engine, size)
+        options: dict[str, object] = {}
+        return Job(
+            version=version, content=content, plan=plan, base=base, sizes_R=sizes_R, reason=reason,
+            transport=self._config.transport, options=options,
+        )  # fmt: skip
+
+    def _why_full(self, engine: _Engine, size: tuple[tuple[int, ...], ...] | str | None) -> str:
+        if self._config.delta == "off":
+            return "`delta` is off"
+        if self._snapshot.content is None:
+            return "nothing was pushed before"
+        if engine.content != self._snapshot.content:
+            return "the engine serves other weights than those pushed last"
+        return size if isinstance(size, str) else "there is no delta"
+
+    def _keep(self, values: Values, plans: Sequence[EnginePlan | str], content: str) -> None:
+        """What some engine serves now is the base of the next deltas; the others get a full push."""
+        items = [
+            item
+            for plan in plans
+            if isinstance(plan, EnginePlan)
+            for load in plan.loads.get(self._ranks.rank, ())
+            for item in load.items
+        ]
+        self._snapshot.take(values, items, content)
+
+    def _dial(self, address: tuple[str, int, str], deadline: Deadline) -> Channel:
+        """Call the leader: on its own host by loopback, else by name."""
+        name, port, token = address
+        problems: list[str] = []
+        for host in ["127.0.0.1", name, os.environ.get("MASTER_ADDR", "")] if name == socket.gethostname() else [
+            name, os.environ.get("MASTER_ADDR", "")
+        ]:  # fmt: skip
+            if not host:
+                continue
+            try:
+                channel = Channel.connect(host, port, timeout_s=min(10.0, max(deadline.left(), 0.1)))
+            except OSError as error:
+                problems.append(f"{host}:{port}: {error}")
+                continue
+            channel.send({"op": "hello", "token": token, "rank": self._ranks.rank})
+            return channel
+        raise SyncError(f"The leader of the push does not answer: {'; '.join(problems)}", phase="send")
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._last = now - self._last, now

@@ -1,0 +1,121 @@
+"""Staged pushes into real receivers around plain torch modules: whole versions only, whatever fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from miles_weightsync import PushConfig, ShardError, SyncError
+from miles_weightsync.push import Pusher
+from staged_bed import EMBEDDING, BedEngine, checkpoint, digests, shards
+
+CONFIG = PushConfig(way="staged", bucket_bytes=4096, timeout_s=20)
+
+
+@pytest.fixture
+def bed() -> Iterator[Callable[..., BedEngine]]:
+    made: list[BedEngine] = []
+
+    def make(**options: Any) -> BedEngine:
+        made.append(BedEngine(**options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+def assert_serves(engine: BedEngine, version: int, *, steps: int = 0, stamp: int | None = None) -> None:
+    found = engine.generate()
+    assert found is not None, "the engine is paused"
+    assert found["digests"] == digests(version, engine.tp, steps=steps)
+    assert found["fresh"]
+    assert found["version"] == str(version if stamp is None else stamp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_full_push_then_a_delta_reach_every_rank_bit_for_bit(bed: Callable[..., BedEngine], tp: int) -> None:
+    engine = bed(tp=tp)
+    with Pusher([engine.url], config=CONFIG) as pusher:
+        first = pusher.push(shards(checkpoint(1)), version=1)
+        assert_serves(engine, 1)
+        second = pusher.push(shards(checkpoint(1, steps=1)), version=2)
+        assert_serves(engine, 1, steps=1, stamp=2)
+    assert (first.engines[0].kind, first.engines[0].reason) == ("full", "nothing was pushed before")
+    assert (second.engines[0].kind, second.engines[0].reason) == ("delta", None)
+    assert second.bytes < first.bytes / 5
+    assert second.engines[0].serves == 2
+
+
+def test_requests_run_until_the_short_commit(bed: Callable[..., BedEngine]) -> None:
+    engine = bed()
+    with Pusher([engine.url], config=CONFIG) as pusher:
+        pusher.push(shards(checkpoint(1)), version=1)
+        engine.requests.clear()
+        pusher.push(shards(checkpoint(2)), version=2)
+    expected = ["pause_generation", "flush_cache", "begin_weight_update", "update_weights_from_tensor"]
+    expected += ["end_weight_update", "update_weight_version", "continue_generation"]
+    assert engine.requests == [f"/{path}" for path in expected]
+
+
+def test_verify_names_the_parameter_that_differs_and_what_was_derived_from_old_weights(
+    bed: Callable[..., BedEngine],
+) -> None:
+    engine = bed(tp=2)
+    with Pusher([engine.url], config=CONFIG) as pusher:
+        pusher.push(shards(checkpoint(1)), version=1)
+        (found,) = pusher.verify(shards(checkpoint(1))).values()
+        assert found.is_equal
+        assert found.unused == ()
+        parameters = dict(engine.models[1].named_parameters())
+        parameters["model.layers.1.self_attn.qkv_proj.weight"].data[-1, -1] += 1
+        parameters["model.norm.weight"].data[0] += 1
+        parameters[EMBEDDING].data[-1, 0] = 3  # padding
+        (found,) = pusher.verify(shards(checkpoint(1))).values()
+    assert found.different == (
+        "model.layers.1.self_attn.qkv_proj.weight (model.layers.1.self_attn.v_proj.weight) on rank 1",
+        "model.norm.weight (model.norm.weight) on rank 1",
+    )
+    assert found.padding == (f"{EMBEDDING} on rank 1",)
+    assert found.stale == ("derived on rank 1",)
+    assert engine.generate() is not None
+
+
+def test_shards_in_another_element_type_are_converted_to_the_engines(bed: Callable[..., BedEngine]) -> None:
+    engine = bed(dtype=torch.bfloat16)
+    with Pusher([engine.url], config=CONFIG) as pusher:
+        pusher.push(shards(checkpoint(1)), version=1)
+    found = engine.generate()
+    assert found is not None
+    assert found["digests"] == digests(1, 1, dtype=torch.bfloat16)
+
+
+def test_a_missing_tensor_is_named_and_no_engine_is_touched(bed: Callable[..., BedEngine]) -> None:
+    engine = bed()
+    tensors = checkpoint(1)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    with Pusher([engine.url], config=CONFIG) as pusher, pytest.raises(ShardError, match=r"layers\.1\.mlp\.up_proj"):
+        pusher.push(shards(tensors), version=1)
+    assert_serves(engine, 0)
+
+
+def test_a_dead_engine_holds_nobody_up_and_comes_back_with_a_full_push_beside_a_delta(
+    bed: Callable[..., BedEngine],
+) -> None:
+    good, bad = bed(tp=2), bed()
+    with Pusher([good.url, bad.url], config=CONFIG) as pusher:
+        pusher.push(shards(checkpoint(1)), version=1)
+        bad.stop()
+        with pytest.raises(SyncError, match=bad.url) as failure:
+            pusher.push(shards(checkpoint(1, steps=1)), version=2)
+        assert [outcome.ok for outcome in failure.value.engines] == [True, False]
+        assert_serves(good, 1, steps=1, stamp=2)
+        joiner = bed()
+        pusher.set_engines([good.url, joiner.url])
+        report = pusher.push(shards(checkpoint(1, steps=2)), version=3)
+    assert [outcome.kind for outcome in report.engines] == ["delta", "full"]
+    assert report.engines[1].reason == "the engine serves other weights than those pushed last"
+    for engine in (good, joiner):
+        assert_serves(engine, 1, steps=2, stamp=3)
