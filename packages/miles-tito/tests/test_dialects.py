@@ -262,7 +262,13 @@ async def test_why_a_reply_ended_is_told_in_the_dialects_words(
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no limit": ("messages", {"max_tokens": None}, "max_tokens"),
-    "forced tool": ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+    "forced tool without tools": ("messages", {"tool_choice": {"type": "any"}}, "no tool to call"),
+    "forced tool that is none": (
+        "messages",
+        {"tool_choice": {"type": "tool", "name": "g"}, "tools": MESSAGES_TOOLS},
+        "no tool 'g'",
+    ),
+    "choice of no kind": ("messages", {"tool_choice": {"type": "all"}}, "tool_choice"),
     "one tool at a time": (
         "messages",
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
@@ -273,7 +279,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tools": [{"type": "web_search_20250305", "name": "x"}]},
         "web_search_20250305",
     ),
-    "output format": ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+    "output format": (
+        "messages",
+        {"output_config": {"format": {"type": "json_schema"}}},
+        "output_config.format.schema",
+    ),
+    "output format and tools": (
+        "messages",
+        {"output_config": {"format": {"type": "json_object"}}, "tools": MESSAGES_TOOLS},
+        "not both",
+    ),
+    "output format and forced tool": (
+        "messages",
+        {"output_config": {"format": {"type": "json_object"}}, "tool_choice": {"type": "any"}},
+        "together",
+    ),
     "clearing": ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management"),
     "servers": ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     "unknown": ("messages", {"container": "x"}, "container"),
@@ -287,8 +307,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "text that is none": ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
     "tool without name": ("messages", {"tools": [{"input_schema": {}}]}, "name"),
     "earlier response": ("responses", {"previous_response_id": "r"}, "previous_response_id"),
-    "forced function": ("responses", {"tool_choice": "required"}, "tool_choice"),
-    "json mode": ("responses", {"text": {"format": {"type": "json_object"}}}, "text"),
+    "forced function without tools": ("responses", {"tool_choice": "required"}, "tool_choice"),
+    "allowed tools": ("responses", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    "format of no kind": ("responses", {"text": {"format": {"type": "grammar"}}}, "text.format"),
     "one call at a time": (
         "responses",
         {"tools": RESPONSES_TOOLS, "parallel_tool_calls": False},

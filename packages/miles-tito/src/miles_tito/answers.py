@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from .dialects.base import AnswerWriter, Dialect, Ending, Usage
+from .dialects.base import AnswerWriter, Dialect, Ending, SampledToken, Usage
 from .errors import EngineError, MilesError, RecordError, RequestError, TemplateError
 from .live import Answer, LiveSession, as_request_error
 from .metrics import Metrics
+from .tokenizer import Tokenizer
 from .tree import Node
 
 try:
@@ -38,6 +39,7 @@ class TurnAnswer:
         dialect: Dialect,
         writer: AnswerWriter,
         stream: bool,
+        wants_logprobs: bool,
         headers: dict[str, str],
         metrics: Metrics,
     ) -> None:
@@ -46,6 +48,7 @@ class TurnAnswer:
         self._dialect = dialect
         self._writer = writer
         self._stream = stream
+        self._wants_logprobs = wants_logprobs
         self._headers = headers
         self._metrics = metrics
 
@@ -61,7 +64,7 @@ class TurnAnswer:
         except MilesError as error:
             await self._refuse(error)(scope, receive, send)
             return True
-        body = self._writer.whole(node.message, _ending(self._answer, node))
+        body = self._writer.whole(node.message, self._ending(node))
         await Response(body, media_type=JSON, headers=self._headers)(scope, receive, send)
         self._live.delivered(node)
         return True
@@ -91,9 +94,19 @@ class TurnAnswer:
             self._metrics.add("turns_not_recorded_total", reason=problem.code)
             await write(self._writer.failure(problem), more=False)
             return True
-        await write(self._writer.closing(_ending(self._answer, node)), more=False)
+        await write(self._writer.closing(self._ending(node)), more=False)
         self._live.delivered(node)
         return True
+
+    def _ending(self, node: Node) -> Ending:
+        assert node.finish_reason is not None, f"turn {node.id} is answered before it ended"
+        usage = Usage(
+            prompt_tokens=node.num_ids - len(node.completion_ids),
+            completion_tokens=len(node.completion_ids),
+            cached_tokens=self._answer.cached_tokens,
+        )
+        tokens = _sampled(node, self._live.session.joiner.tokenizer) if self._wants_logprobs else None
+        return Ending(finish=node.finish_reason, stop_string=node.stop_string, usage=usage, tokens=tokens)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         headers = {**self._headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -145,11 +158,7 @@ async def _nothing() -> Any:
     return {"type": "http.disconnect"}
 
 
-def _ending(answer: Answer, node: Node) -> Ending:
-    assert node.finish_reason is not None, f"turn {node.id} is answered before it ended"
-    usage = Usage(
-        prompt_tokens=node.num_ids - len(node.completion_ids),
-        completion_tokens=len(node.completion_ids),
-        cached_tokens=answer.cached_tokens,
-    )
-    return Ending(finish=node.finish_reason, stop_string=node.stop_string, usage=usage)
+def _sampled(node: Node, tokenizer: Tokenizer) -> tuple[SampledToken, ...]:
+    pairs = zip(node.completion_ids.tolist(), node.logprobs.tolist(), strict=True)
+    rows = [(tokenizer.token_bytes(token_id), logprob) for token_id, logprob in pairs]
+    return tuple(SampledToken(text=data.decode(errors="replace"), data=data, logprob=lp) for data, lp in rows)

@@ -155,6 +155,8 @@ class SGLangEngine:
         }
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed
+        if request.structural_tag:
+            params["structural_tag"] = request.structural_tag
         routing: dict[str, Any] = {}
         if self._experts:
             routing = {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}

@@ -45,6 +45,8 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
     """URLs of the images whose placeholders stand in `input_ids`, in their order."""
+    structural_tag: str | None = None
+    """The form that the reply must have, see `miles_tito.forms`; an interrupted call then begins anew."""
     routed_from: int = 0
     """The first of `input_ids` whose experts are not known yet, for engines that report them."""
 
@@ -142,7 +144,8 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
     """The pieces of one turn, through everything that can interrupt it.
 
     An engine aborts its calls when weights change under pause mode "abort", and a connection can break. Either way
-    the call goes on behind the tokens it has: same `rid`, and the budget that is left, not the whole one.
+    the call goes on behind the tokens it has: same `rid`, and the budget that is left, not the whole one. A reply of a
+    forced form comes whole, and an interrupted one from its beginning.
 
     Raises:
         EngineError: refused, interrupted too often, or unanswered for `RETRY_FOR_S`.
@@ -158,8 +161,10 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
         before = left
         error: EngineError | None = None
         try:
-            async with aclosing(_pieces(engine, current, stream=stream)) as pieces:
+            async with aclosing(_pieces(engine, current, stream=stream and not request.structural_tag)) as pieces:
                 async for piece in pieces:
+                    if request.structural_tag and piece.finish_reason is FinishReason.ABORT:
+                        continue  # a grammar cannot be taken up half-way
                     done.append(piece.output_ids)
                     left -= len(piece.output_ids)
                     routed = max([routed, *(delta.end for delta in piece.routed)])

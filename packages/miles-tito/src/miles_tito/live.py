@@ -279,7 +279,7 @@ class LiveSession:
         running = self._running.get(plan.identity)
         if hints.is_retry and running and not running.is_done:
             return running
-        lost = session.undelivered(plan)
+        lost = session.undelivered(plan, asked.form)
         if lost and not any(other.node is lost for other in self._running.values() if other.is_attached):
             return RecordedTurn(lost)
         ids = await encode(session, plan)
@@ -291,6 +291,7 @@ class LiveSession:
             max_tokens=asked.max_tokens,
             stop=asked.stop,
             stop_token_ids=asked.stop_token_ids,
+            form=asked.form,
         )
         self._running = {k: v for k, v in self._running.items() if not v.is_done or v.is_attached}
         key = plan.identity if plan.identity not in self._running else turn.request.rid.encode()

@@ -10,6 +10,11 @@ from .session_routes import Grade, Opening
 
 _REF = "#/components/schemas/{name}"
 _OBJECT: dict[str, Any] = {"type": "object"}
+_FORMAT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
+    "required": ["type"],
+}
 _MESSAGES: dict[str, Any] = {
     "type": "array",
     "items": {
@@ -28,6 +33,9 @@ _ASKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "max_tokens": {"type": "integer"},
             "temperature": {"type": "number"},
             "stop": {"type": "array", "items": {"type": "string"}},
+            "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _OBJECT]},
+            "response_format": _FORMAT,
+            "logprobs": {"type": "boolean"},
         },
         ["messages"],
     ),
@@ -38,6 +46,8 @@ _ASKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "instructions": {"type": "string"},
             "tools": {"type": "array", "items": _OBJECT},
             "max_output_tokens": {"type": "integer"},
+            "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, _OBJECT]},
+            "text": {"type": "object", "properties": {"format": _FORMAT}},
         },
         ["input"],
     ),
@@ -48,6 +58,9 @@ _ASKS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "system": {"type": "string"},
             "max_tokens": {"type": "integer"},
             "stop_sequences": {"type": "array", "items": {"type": "string"}},
+            "tools": {"type": "array", "items": _OBJECT},
+            "tool_choice": _OBJECT,
+            "output_config": {"type": "object", "properties": {"format": _FORMAT}},
         },
         ["messages", "max_tokens"],
     ),

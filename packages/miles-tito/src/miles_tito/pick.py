@@ -86,7 +86,9 @@ def pick(nodes: Sequence[Node], picker: Picker, *, max_tokens: int | None = None
             str(node.branch) if ends.get(node.branch) is node else f"{node.branch}.{node.id}" for node in fitting
         ),
         dropped=tuple(
-            Dropped(node=node.id, why=why.get(node.id) or _reason(node)) for node in nodes if node.id not in trained
+            Dropped(node=node.id, why=why.get(node.id) or _reason(node))
+            for node in nodes
+            if node.id not in trained or node.form
         ),
     )
 
@@ -102,6 +104,8 @@ def _label(path: Sequence[Node]) -> NodeKind:
 
 
 def _reason(node: Node) -> str:
+    if node.form:
+        return "forced: the request forced the form of this reply, so it stands in trajectories and is not trained."
     if node.label is NodeKind.RETRY:
         return f"retry: the client sent the same request again, and turn {node.superseded_by} took its place."
     return f"{node.label}: the picker left it out."

@@ -38,7 +38,7 @@ class TurnReader:
         self._parser: Parser = (
             ChannelParser(GRAMMARS[family.channels], tools=bool(tools))
             if family.channels
-            else TurnParser(family, tools=bool(tools), in_reasoning=in_reasoning, schemas=_schemas(tools))
+            else TurnParser(family, tools=bool(tools), in_reasoning=in_reasoning, schemas=tool_schemas(tools))
         )
         self._stop = tuple(stop)
         self._held: str = ""
@@ -80,6 +80,7 @@ def _marks(family: Family) -> Sequence[str]:
     return (*(family.reasoning or ()), *((calls.open, calls.close, *calls.inner) if calls else ()))
 
 
-def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """Schemas of the parameters of OpenAI functions, by name."""
     functions = [cast("Mapping[str, Any]", tool.get("function") or tool) for tool in tools]
     return {str(function.get("name")): function.get("parameters") or {} for function in functions}

@@ -18,12 +18,13 @@ import numpy as np
 from .classify import classify
 from .errors import RequestError, TemplateError
 from .families.parser import TurnParser
+from .forms import Form, structural_tag
 from .generation import GenerateRequest, Generation
 from .hints import Hints
 from .merge import Joiner, Setting
 from .messages import call_prefix, value_key
 from .pick import Picked, Picker, pick, pick_default
-from .reader import TurnReader
+from .reader import TurnReader, tool_schemas
 from .records import FinishReason, Message, Sampling, Trajectory, TrajectoryKind, VersionSpan
 from .routing import assemble, decode_deltas, encode_delta
 from .tree import Match, Node, NodeKind, Tree
@@ -157,11 +158,12 @@ class Session:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        form: Form | None = None,
     ) -> Turn:
         """Start the turn that `plan` describes.
 
         Raises:
-            RequestError: the prompt leaves no room in the context.
+            RequestError: the prompt leaves no room in the context, or `form` cannot be forced.
         """
         node = plan.match.node
         length = self.num_ids(plan, prompt_ids)
@@ -176,6 +178,9 @@ class Session:
         stops = (*self.sampling.stop, *stop)
         lineage = node.lineage if node else []
         images = self._images(plan, prompt_ids)
+        in_reasoning = self.joiner.opens_reasoning(prompt_ids)
+        schemas = tool_schemas(plan.setting.tools)
+        tag = structural_tag(form, self.joiner.family, schemas, in_reasoning=in_reasoning) if form else None
         request = GenerateRequest(
             rid=rid,
             session_id=self.id,
@@ -185,13 +190,14 @@ class Session:
             stop_token_ids=self._stop_ids(stop_token_ids),
             stop=stops,
             images=tuple(image["url"] for image in [*(i for n in lineage for i in n.images), *images]),
+            structural_tag=tag,
             routed_from=max(node.num_ids - 1, 0) if node else 0,
         )
         reader = TurnReader(
             self.joiner.tokenizer,
             self.joiner.family,
             tools=plan.setting.tools,
-            in_reasoning=self.joiner.opens_reasoning(prompt_ids),
+            in_reasoning=in_reasoning,
             stop=stops,
         )
         # Last, so that whatever is wrong above leaves no turn behind.
@@ -206,6 +212,7 @@ class Session:
             repeats=place.repeats,
         )
         new.images = images
+        new.form = form.key if form else ""
         return Turn(node=new, request=request, reader=reader, setting=plan.setting)
 
     def commit(self, turn: Turn, generation: Generation) -> Node:
@@ -237,9 +244,10 @@ class Session:
         self._tree.restore(nodes, next_id=next_id, next_branch=next_branch)
         self.discarded = discarded
 
-    def undelivered(self, plan: Plan) -> Node | None:
+    def undelivered(self, plan: Plan, form: Form | None = None) -> Node | None:
         """The recorded reply to the request of `plan` that no client got, as after a crash, if there is one."""
-        return self._tree.undelivered(plan.match)
+        lost = self._tree.undelivered(plan.match)
+        return lost if lost and lost.form == (form.key if form else "") else None
 
     def trajectories(self, picker: Picker = pick_default) -> tuple[Trajectory, ...]:
         """One trajectory a turn that `picker` chooses; what several share is trained in the first of them."""
@@ -277,6 +285,7 @@ class Session:
                     "num_prompt_tokens": len(node.prompt_ids),
                     "num_completion_tokens": len(node.completion_ids),
                     "finish_reason": str(node.finish_reason) if node.finish_reason else None,
+                    "is_forced": bool(node.form),
                     "versions": [[span.start, span.end, span.version] for span in node.versions],
                 }
                 for node in self._tree.nodes
@@ -302,11 +311,18 @@ class Session:
                 [
                     part
                     for n in nodes
-                    for part in (np.zeros(len(n.prompt_ids), bool), np.full(len(n.completion_ids), n.id not in trained))
+                    for part in (
+                        np.zeros(len(n.prompt_ids), bool),
+                        np.full(len(n.completion_ids), n.id not in trained and not n.form),
+                    )
                 ]
             ),
             logprobs=np.concatenate(
-                [part for n in nodes for part in (np.zeros(len(n.prompt_ids), np.float32), n.logprobs)]
+                [
+                    part
+                    for n in nodes
+                    for part in (np.zeros(len(n.prompt_ids), np.float32), n.logprobs * (0 if n.form else 1))
+                ]
             ),
             versions=tuple(spans),
             parent_id=self._parent_id(nodes),

@@ -30,6 +30,17 @@ _CONTROL = ("<|", "<｜", "｜D")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies spell each byte: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
 
@@ -123,6 +134,20 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """How the vocabulary spells a token."""
         return self._backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; those of its name, for a control token."""
+        text = self.token_text(token_id)
+        if text in self._added:
+            return text.encode()
+        if b'"ByteLevel"' in self._decoder_state:
+            return bytes(_BYTES[character] for character in text if character in _BYTES)
+        byte = _BYTE_TOKEN.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _decoder_state(self) -> bytes:
+        return self._backend.decoder.__getstate__() if self._backend.decoder else b""
 
     @property
     def adds_bos(self) -> bool:

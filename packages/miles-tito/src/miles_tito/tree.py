@@ -69,6 +69,8 @@ class Node:
     """None while the turn runs."""
     stop_string: str | None = None
     """What the reply was cut at."""
+    form: str = ""
+    """Key of the form that the request forced; such a turn is not trained."""
     message: Message = field(default_factory=Message)
     """The reply as the client got it."""
     replay: Message = field(default_factory=Message)

@@ -44,6 +44,7 @@ class TurnRoutes:
             dialect=dialect,
             writer=writer,
             stream=asked.stream,
+            wants_logprobs=asked.wants_logprobs,
             headers=_headers(live, answer, asked),
             metrics=hub.metrics,
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.families.parser import Piece
+from miles_tito.forms import Form
 from miles_tito.messages import call_prefix
 from miles_tito.records import FinishReason, Message, Sampling
 
@@ -27,6 +28,10 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stream: bool = False
+    form: Form | None = None
+    """What the reply must look like, where the request forces it."""
+    wants_logprobs: bool = False
+    """Whether the answer tells each sampled token's."""
     pinned: tuple[str, ...] = ()
     """Fields that asked for something else than the session serves."""
     left_out: tuple[str, ...] = ()
@@ -43,12 +48,24 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One token of a reply."""
+
+    text: str
+    data: bytes
+    """Its bytes, which may be a part of a character."""
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How a turn ended."""
 
     finish: FinishReason
     stop_string: str | None
     usage: Usage
+    tokens: tuple[SampledToken, ...] | None = None
+    """All that was sampled, marks and end token among them, where the request wants log-probs."""
 
 
 class AnswerWriter(Protocol):

@@ -14,7 +14,8 @@ from miles_tito.messages import normalize
 from miles_tito.records import FinishReason, Message, Sampling
 
 from . import fields
-from .base import PING, AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
+from .base import PING, AnswerWriter, Ending, SampledToken, TurnRequest, Usage, call_id, event, openai_error
+from .demands import call_form, check_parallel, json_form, one_form
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -22,11 +23,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -39,13 +36,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields whose other values would change what is sampled or recorded, with the values that change nothing."""
 _HINTS = {
     "n": "Send one request a reply; each is recorded as a branch of its own.",
-    "logprobs": "Log-probs are recorded in the session; read them from its trajectories.",
+    "top_logprobs": "`logprobs` gives those of the sampled tokens.",
 }
 _NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Labels for the operator's own bookkeeping; they never change an answer."""
 _READ = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "model", "messages", "tools", "stream", "stream_options"),
     *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "chat_template_kwargs"),
+    *("logprobs", "response_format", "tool_choice", "parallel_tool_calls"),
 )
 
 
@@ -64,6 +62,12 @@ class ChatDialect:
         pinned = fields.pinned_fields(
             given, sampling=sampling, model=model, max_tokens=max_tokens, max_tokens_field="max_tokens"
         )
+        one_call = not fields.boolean(given, "parallel_tool_calls", default=True)
+        form = one_form(
+            json_form(fields.mapping(given, "response_format"), "response_format", nested="json_schema"),
+            call_form(given.get("tool_choice"), one=one_call, nested="function"),
+        )
+        check_parallel(given, form)
         request = TurnRequest(
             messages=tuple(normalize(given.get("messages"))),
             tools=_tools(given),
@@ -72,6 +76,8 @@ class ChatDialect:
             stop=fields.strings(given, "stop"),
             stop_token_ids=fields.token_ids(given, "stop_token_ids"),
             stream=fields.boolean(given, "stream"),
+            form=form,
+            wants_logprobs=fields.boolean(given, "logprobs"),
             pinned=tuple(pinned),
         )
         return request, ChatWriter(include_usage=fields.boolean(options, "include_usage"))
@@ -102,7 +108,12 @@ class ChatWriter:
             message["reasoning_content"] = reply["reasoning_content"]
         if calls:
             message["tool_calls"] = calls
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": str(ending.finish)}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": _logprobs(ending.tokens),
+            "finish_reason": str(ending.finish),
+        }
         return msgspec.json.encode(
             {**self._base, "object": "chat.completion", "choices": [choice], "usage": _usage(ending.usage)}
         )
@@ -117,7 +128,8 @@ class ChatWriter:
         return PING
 
     def closing(self, ending: Ending) -> bytes:
-        last = self._event([_choice({}, ending.finish)])
+        # All at once: what was sampled is known token by token, what the client sees piece by piece.
+        last = self._event([{**_choice({}, ending.finish), "logprobs": _logprobs(ending.tokens)}])
         if self._include_usage:
             last += self._event([], usage=_usage(ending.usage))
         return last + b"data: [DONE]\n\n"
@@ -140,6 +152,13 @@ class ChatWriter:
 
 def _choice(delta: dict[str, Any], finish: FinishReason | None) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish and str(finish)}
+
+
+def _logprobs(tokens: Sequence[SampledToken] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    rows = [{"token": t.text, "logprob": t.logprob, "bytes": list(t.data), "top_logprobs": []} for t in tokens]
+    return {"content": rows, "refusal": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

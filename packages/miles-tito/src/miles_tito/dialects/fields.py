@@ -95,8 +95,8 @@ def number(given: Mapping[str, Any], key: str) -> float:
     return value
 
 
-def boolean(given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key, False)
+def boolean(given: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = given.get(key, default)
     if not isinstance(value, bool):
         raise wrong(key, value, "true or false")
     return value

@@ -12,11 +12,13 @@ import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.families.parser import Piece, ToolCall
+from miles_tito.forms import Form
 from miles_tito.messages import normalize
 from miles_tito.records import FinishReason, Message, Sampling
 
 from . import fields
 from .base import AnswerWriter, Ending, TurnRequest, Usage, call_id, event
+from .demands import json_form, one_form
 from .parts import join_texts
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "service_tier": ("auto", "standard_only")}
@@ -64,6 +66,10 @@ class MessagesDialect:
             max_tokens=max_tokens,
             stop=fields.strings(given, "stop_sequences"),
             stream=fields.boolean(given, "stream"),
+            form=one_form(
+                json_form(fields.mapping(fields.mapping(given, "output_config"), "format"), "output_config.format"),
+                _forced_calls(given),
+            ),
             pinned=(*pinned, *_pinned_here(given)),
         )
         return request, MessagesWriter()
@@ -194,8 +200,6 @@ def _pinned_here(given: Mapping[str, Any]) -> list[str]:
         if thinking["type"] != "adaptive":
             pinned.append("thinking")
     output = fields.mapping(given, "output_config")
-    if output.get("format") is not None:
-        raise fields.refused("output_config", "A forced output format would change what is sampled. Leave it out.")
     if set(output) - {"format", "effort"}:
         raise fields.refused("output_config", f"Only `effort` is known, got {sorted(output)}.")
     if "effort" in output:
@@ -207,9 +211,6 @@ def _pinned_here(given: Mapping[str, Any]) -> list[str]:
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
-    choice = fields.mapping(given, "tool_choice")
-    if choice.get("type", "auto") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
-        raise fields.refused("tool_choice", f'Only {{"type": "auto"}} or {{"type": "none"}} is served, got {choice!r}.')
     tools: list[Mapping[str, Any]] = []
     for tool in fields.sequence(given, "tools"):
         tool = fields.item(tool, "tools")
@@ -221,9 +222,25 @@ def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
             "parameters": fields.mapping(tool, "input_schema"),
         }
         tools.append({"type": "function", "function": function})
-    if choice.get("type") == "none":
+    if fields.mapping(given, "tool_choice").get("type") == "none":
         return ()
     return tuple(tools) if "tools" in given else None
+
+
+def _forced_calls(given: Mapping[str, Any]) -> Form | None:
+    choice = fields.mapping(given, "tool_choice")
+    one = fields.boolean(choice, "disable_parallel_tool_use")
+    match choice.get("type", "auto"):
+        case "any":
+            return Form(param="tool_choice", one=one)
+        case "tool":
+            return Form(param="tool_choice", names=(fields.text(choice, "name", "tool_choice"),), one=True)
+        case "auto" | "none" if not one:
+            return None
+        case "auto" | "none":
+            raise fields.refused("tool_choice", "The model may call several tools where it chooses to.")
+        case kind:
+            raise fields.refused("tool_choice", f"Only auto, none, any and tool are served, got {kind!r:.80}.")
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:

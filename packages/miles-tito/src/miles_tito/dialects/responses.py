@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,10 +19,10 @@ from miles_tito.records import FinishReason, Message, Sampling
 
 from . import fields
 from .base import PING, AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
+from .demands import call_form, check_parallel, json_form, one_form
 from .responses_input import Names, read_input, read_tools
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("auto", "none"),
     "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
     "background": (False,),
@@ -31,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _NO_EFFECT = ("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata")
 _READ = (
     *("model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "temperature"),
-    *("top_p", "reasoning", "text", "parallel_tool_calls", "store"),
+    *("top_p", "reasoning", "text", "parallel_tool_calls", "store", "tool_choice"),
 )
 
 
@@ -50,14 +51,22 @@ class ResponsesDialect:
             given, sampling=sampling, model=model, max_tokens=max_tokens, max_tokens_field="max_output_tokens"
         )
         tools, names, left_out = read_tools(given)
-        if tools and given.get("parallel_tool_calls") is False:
-            raise fields.refused("parallel_tool_calls", "The model may always call several tools. Leave it out.")
+        one_call = not fields.boolean(given, "parallel_tool_calls", default=True)
+        form = one_form(
+            json_form(fields.mapping(fields.mapping(given, "text"), "format"), "text.format"),
+            call_form(given.get("tool_choice"), one=one_call),
+        )
+        if tools:
+            check_parallel(given, form)
+        if form:
+            form = replace(form, names=tuple(names.join(None, name) for name in form.names))
         request = TurnRequest(
             messages=tuple(normalize(read_input(given, names))),
             tools=() if given.get("tool_choice") == "none" else tools,
             variables={},
             max_tokens=max_tokens,
             stream=fields.boolean(given, "stream"),
+            form=form,
             pinned=(*pinned, *_pinned_here(given)),
             left_out=left_out,
         )
@@ -242,8 +251,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _pinned_here(given: Mapping[str, Any]) -> list[str]:
     reasoning, text = fields.mapping(given, "reasoning"), fields.mapping(given, "text")
-    if fields.mapping(text, "format").get("type", "text") != "text":
-        raise fields.refused("text", "A forced output format would change what is sampled. Leave it out.")
     if set(reasoning) - {"effort", "summary", "generate_summary"} or set(text) - {"format", "verbosity"}:
         raise fields.refused("reasoning", f"Unknown fields among {sorted(reasoning)} and {sorted(text)} of `text`.")
     asked = (("reasoning.effort", reasoning.get("effort")), ("text.verbosity", text.get("verbosity")))

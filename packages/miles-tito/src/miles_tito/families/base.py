@@ -27,6 +27,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """How to force a call: the text around its arguments, with NAME for the tool's."""
+
+    begin: str
+    end: str
+    style: Literal["json", "qwen_xml", "minimax_xml", "glm_xml"] = "json"
+    """How xgrammar writes arguments. Its style for DeepSeek lets calls through that are none."""
+    separator: str = "\n"
+    """Between two calls."""
+    before: str = ""
+    """In front of all calls."""
+    after: str = ""
+    """Behind them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
     """How a family writes its tool calls."""
 
@@ -40,6 +56,8 @@ class CallFormat:
     """Tokens that stand between the two."""
     bare: bool = False
     """Whether a whole reply that begins with `{` is a call without marks."""
+    shape: CallShape | None = None
+    """None where calls cannot be forced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

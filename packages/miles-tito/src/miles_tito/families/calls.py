@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
-from .base import CallFormat, Schemas, ToolCall
+from .base import CallFormat, CallShape, Schemas, ToolCall
 
 Calls = Sequence[ToolCall] | None
 
@@ -75,9 +75,24 @@ def read_deepseek(text: str, schemas: Schemas) -> Calls:
     return _all([_deepseek_call(head, body) for head, body in _blocks(text, _DEEPSEEK) or []])
 
 
-HERMES = CallFormat(open="<tool_call>", close="</tool_call>", read=read_json)
-FUNCTION = CallFormat(open="<tool_call>", close="</tool_call>", read=read_function)
-PAIRS = CallFormat(open="<tool_call>", close="</tool_call>", read=read_pairs)
+HERMES = CallFormat(
+    open="<tool_call>",
+    close="</tool_call>",
+    read=read_json,
+    shape=CallShape(begin='<tool_call>\n{"name": "NAME", "arguments": ', end="}\n</tool_call>"),
+)
+FUNCTION = CallFormat(
+    open="<tool_call>",
+    close="</tool_call>",
+    read=read_function,
+    shape=CallShape(begin="<tool_call>\n<function=NAME>\n", end="\n</function>\n</tool_call>", style="qwen_xml"),
+)
+PAIRS = CallFormat(
+    open="<tool_call>",
+    close="</tool_call>",
+    read=read_pairs,
+    shape=CallShape(begin="<tool_call>NAME\n", end="\n</tool_call>", style="glm_xml"),
+)
 
 _NAME = re.compile(r"[^\s<>{}\"]+")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
