@@ -1,0 +1,74 @@
+"""Tiny models that call a tool, and the tokenizer folder that they ship with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from miles_tito import load_tokenizer
+from miles_tito.messages import normalize
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "miles-tito" / "tests"))
+
+from small_tokenizer import write_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+TURNS = 4
+
+
+def make_versions(folder: Path, *, experts: bool) -> tuple[Path, Path]:
+    """Two folders of one model, weights 0 and 1: it has learned to call `look`, and then to look at another number."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if experts:
+        config = transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS)
+        model = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
+    folders = folder / "version_0", folder / "version_1"
+    for path, number, steps in zip(folders, (3, 5), (240, 40), strict=True):
+        write_tokenizer(path)
+        _learn(model, path, number, steps)
+        model.save_pretrained(path)
+    return folders
+
+
+def _learn(model: Any, folder: Path, number: int, steps: int) -> None:
+    import torch
+
+    tokenizer = load_tokenizer(folder)
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"n": number}}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "what is there?"}]
+    for turn in range(TURNS):
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": f"nothing at {turn}", "tool_call_id": "c"})
+    text = tokenizer.render(normalize(messages), tools=[TOOL])
+    batch = torch.from_numpy(tokenizer.encode_guarded(text)).long()[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        loss = model(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
