@@ -116,6 +116,13 @@ def digests(version: int, tp: int, *, steps: int = 0, dtype: torch.dtype = torch
     return found
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is no news here."""
+
+
 class BedEngine:
     """Serves version 0 at first. `on_step(name)` is called before and after every request."""
 
@@ -165,8 +172,7 @@ class BedEngine:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()

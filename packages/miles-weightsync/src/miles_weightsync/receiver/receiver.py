@@ -259,7 +259,7 @@ class Receiver:
             elements, nonzero = covered.get(name, [0, 0])
             if elements == 0:
                 missing.append(name)
-            elif elements < tensor.numel() and int(_as_bits(tensor).count_nonzero()) != nonzero:
+            if elements < tensor.numel() and int(_as_bits(tensor).count_nonzero()) != nonzero:
                 padding.append(name)
         stale = derived.stale(self._live.models)
         return {"sums": sums, "missing": missing, "padding": padding, "stale": stale}

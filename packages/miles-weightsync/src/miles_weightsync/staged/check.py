@@ -90,13 +90,15 @@ def compare(
             else:
                 different.append(f"{piece.param} ({name}) on rank {dst}")
 
-    def every(key: str) -> tuple[str, ...]:
-        return tuple(f"{name} on rank {dst}" for dst, answer in enumerate(answers_R) for name in answer[key])
+    def every(key: str, known: frozenset[str] = frozenset()) -> tuple[str, ...]:
+        found = [(name, dst) for dst, answer in enumerate(answers_R) for name in answer[key] if name not in known]
+        return tuple(f"{name} on rank {dst}" for name, dst in found)
 
+    filled = frozenset(piece.param for table in plan.tables_R for bucket in table.buckets for piece in bucket.pieces)
     return Differences(
         num_equal=num_equal,
         different=tuple(dict.fromkeys(different)),
-        missing=every("missing"),
+        missing=every("missing", filled),  # what is filled on other ranks is all padding here
         padding=every("padding"),
         stale=every("stale"),
         unused=plan.unused,

@@ -68,13 +68,17 @@ class Link:
             raise
         finally:
             rendezvous.forget(link.token)
-        known = any(hello["state"]["epoch"] for hello in hellos)
-        link.states = [hello["state"] for hello in hellos]
-        is_whole = link._recover(deadline)
-        client.end(deadline)
-        # A stranger that was paused when we came may be mixed by another way of pushing: it waits for our version.
-        if is_whole and (known or not was_paused):
-            client.resume(deadline)
+        try:
+            known = any(hello["state"]["epoch"] for hello in hellos)
+            link.states = [hello["state"] for hello in hellos]
+            is_whole = link._recover(deadline)
+            client.end(deadline)
+            # A stranger that was paused when we came may be mixed by another way of pushing: it waits for our version.
+            if is_whole and (known or not was_paused):
+                client.resume(deadline)
+        except BaseException:
+            link.close()
+            raise
         link.hosts = tuple(str(hello["host"]) for hello in hellos)
         return link, _shape(info, hellos)
 
@@ -192,17 +196,14 @@ class Link:
         """Bring an engine whose sender died in a commit to one whole version: forward if any rank has served the new
         one, which only happens when all had committed it; else back."""
         pending = {state["pending"]["content"] for state in self.states if state["pending"]}
-        if not pending:
-            return self.is_whole
         served = {state["content"] for state in self.states if not state["pending"]}
-        if len(pending) == 1 and served <= pending and served:
-            (content,) = pending
-            self.ask({"op": "finalize", "content": content}, deadline)
-            self.refresh(deadline)
-            self._client.stamp(int(self.states[0]["version"]), deadline)
-        else:
+        if pending and len(pending) == 1 and served == pending:
+            self.ask({"op": "finalize", "content": pending.pop()}, deadline)
+        elif pending:
             self.command("undo", deadline)
-            self.refresh(deadline)
+        self.refresh(deadline)
+        if self.version is not None:  # the sender may have died between the commit and the stamp
+            self._client.stamp(self.version, deadline)
         return self.is_whole
 
     def _leave(self, *, resume: bool) -> None:

@@ -64,7 +64,9 @@ class Rendezvous:
     def forget(self, token: str) -> None:
         """Let nobody in with this token any more."""
         with self._lock:
-            self._waiting.pop(token, None)
+            waiting = self._waiting.pop(token, None)
+        while waiting is not None and not waiting.empty():
+            waiting.get_nowait()[0].close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -174,8 +174,8 @@ def _check_parts(shape: EngineShape, parts_R: Sequence[Sequence[Part]]) -> dict[
     problems: list[str] = []
     if len(parts_R) != len(shape.params_R):
         raise ShardError(f"The plan is for {len(parts_R)} engine ranks; {len(shape.params_R)} have a receiver.")
+    filled = {_live_name(part) for parts in parts_R for part in parts}  # on some ranks one may be all padding
     for rank, (parts, params) in enumerate(zip(parts_R, shape.params_R, strict=True)):
-        filled = {_live_name(part) for part in parts}
         left = [name for name in params if name not in filled and not name.endswith(_NOT_FROM_CHECKPOINTS)]
         problems += [f"`{name}` on rank {rank} is filled by no tensor" for name in left]
         for part in parts:
