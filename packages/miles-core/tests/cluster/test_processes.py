@@ -74,3 +74,10 @@ async def test_a_second_failure_shows_the_end_of_what_rays_processes_wrote(start
     assert f"line {100 - LAST_LINES}" in told
     assert f"line {100 - LAST_LINES - 1}" not in told
     assert "gcs_server.err" not in told
+
+
+async def test_processes_of_ray_that_wrote_nothing_are_told_too(start: Any, tmp_path: Path) -> None:
+    late = f"Timed out waiting for file {tmp_path}/session_2026-01-01/gcs_server_port_f"
+    start(RuntimeError(late), RuntimeError(late))
+    with pytest.raises(RayStartError, match=f"wrote anything into {tmp_path}/session_2026-01-01/logs"):
+        await up()

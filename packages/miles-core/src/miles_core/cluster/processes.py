@@ -78,11 +78,13 @@ def _last_words(error: str) -> str:
     if session is None:
         return ""
     logs = Path(session[0]) / "logs"
-    return "\n".join(
+    tails = [
         f"{path}: " + " | ".join(lines[-LAST_LINES:])
         for path in sorted([*logs.glob("gcs_server.*"), *logs.glob("raylet.*")])
         if (lines := path.read_text(errors="replace").splitlines())
-    )
+    ]
+    # A fork of this process can hang before it becomes Ray's: torch's gloo groups do that to it.
+    return "\n".join(tails) or f"Neither gcs_server nor raylet wrote anything into {logs}: they hang, or never ran."
 
 
 def spawn(
