@@ -104,7 +104,8 @@ def read_blob(data: bytes | memoryview | np.ndarray) -> Blob:
     if len(view) < start:
         raise DeltaError(f"A delta has a header of {start} bytes; these are only {len(view)}. Fetch it again.")
     header, payload = view[: _HEADER.size], view[start:]
-    magic, version, codec, itemsize, flags, count, changes, witness, nbytes = _HEADER.unpack(header)
+    fields = cast("tuple[bytes, int, int, int, int, int, int, int, int]", _HEADER.unpack(header))
+    magic, version, codec, itemsize, flags, count, changes, witness, nbytes = fields
     if magic != _MAGIC:
         raise DeltaError(f"This is no delta: it begins with {bytes(magic)!r} instead of {_MAGIC!r}.")
     if version != _FORMAT:

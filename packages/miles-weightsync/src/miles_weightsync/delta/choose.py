@@ -57,7 +57,7 @@ def choose(
     before, after = sample(old, new)
     expected = expected_bits(before, after) / 8 * (new.size / before.size)
     if expected > max_ratio * new.nbytes:
-        share, limit = float(np.mean(before != after)), f"over {max_ratio:g} of the full size"
+        share, limit = np.count_nonzero(before != after) / before.size, f"over {max_ratio:g} of the full size"
         return _full(new, f"{share:.1%} of a sample change: a delta of about {expected:.0f} bytes, {limit}")
     start = time.perf_counter()
     blob = encode(old, new, codec=codec)

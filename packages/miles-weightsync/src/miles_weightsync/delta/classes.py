@@ -18,6 +18,8 @@ from .errors import DeltaError
 MAX_CLASSES = 16
 _CLASS_BITS = 700.0
 """What another class costs: a table entry, and the Huffman tables of its streams."""
+_CHANCE_BITS = 16.0
+"""What two classes alike may seem to gain in a sample by chance."""
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK = 128, 1024
 
 
@@ -53,21 +55,30 @@ def plan_classes(old: np.ndarray, new: np.ndarray, *, count: int) -> ClassPlan:
     moved = np.bincount(exponents[changed].astype(np.int64) * 16 + _kinds(steps), minlength=bins * 16).astype(float)
     moved = moved.reshape(bins, 16)
 
-    groups = [[int(e)] for e in np.flatnonzero(elements)]
-    counts = [(elements[g[0]], moved[g[0]]) for g in groups]
-    bits, scale = [_bits(*c) for c in counts], count / old.size
-    while len(groups) > 1:
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in pairwise(counts)]
-        merged_bits = [_bits(*m) for m in merged]
-        losses = [m - bits[i] - bits[i + 1] for i, m in enumerate(merged_bits)]
+    groups = [_Group(int(e), float(elements[e]), moved[e]) for e in np.flatnonzero(elements)]
+    pairs = [a.joined(b) for a, b in pairwise(groups)]
+    scale = count / old.size
+    while pairs:
+        losses = [pair.bits - a.bits - b.bits for pair, (a, b) in zip(pairs, pairwise(groups), strict=True)]
         i = int(np.argmin(losses))
-        if losses[i] * scale > _CLASS_BITS and len(groups) <= MAX_CLASSES:
+        if losses[i] * scale > _CLASS_BITS and losses[i] > _CHANCE_BITS and len(groups) <= MAX_CLASSES:
             break
-        groups[i : i + 2] = [groups[i] + groups[i + 1]]
-        counts[i : i + 2] = [merged[i]]
-        bits[i : i + 2] = [merged_bits[i]]
-    floors = (0, *(g[0] << shift for g in groups[1:]))
-    return ClassPlan(floors, tuple(float(m.sum() / n) for n, m in counts))
+        groups[i : i + 2] = [pairs[i]]
+        near = range(max(i - 1, 0), min(i + 1, len(groups) - 1))
+        pairs[max(i - 1, 0) : i + 2] = [groups[k].joined(groups[k + 1]) for k in near]
+    floors = (0, *(group.first << shift for group in groups[1:]))
+    return ClassPlan(floors, tuple(float(group.moved.sum() / group.elements) for group in groups))
+
+
+class _Group:
+    """Neighbouring exponents, from `first` on."""
+
+    def __init__(self, first: int, elements: float, moved: np.ndarray) -> None:
+        self.first, self.elements, self.moved = first, elements, moved
+        self.bits = _bits(elements, moved)
+
+    def joined(self, other: _Group) -> _Group:
+        return _Group(self.first, self.elements + other.elements, self.moved + other.moved)
 
 
 def expected_bits(old: np.ndarray, new: np.ndarray) -> float:

@@ -52,7 +52,7 @@ def encode(old: np.ndarray, new: np.ndarray, *, codec: Codec = "fast") -> bytes:
     if codec == "small":
         plan = plan_classes(*sampled, count=old.size)
     elif codec == "fast":
-        plan = ClassPlan((0,), (float(np.mean(sampled[0] != sampled[1])) if old.size else 0.0,))
+        plan = ClassPlan((0,), (np.count_nonzero(sampled[0] != sampled[1]) / max(sampled[0].size, 1),))
     else:
         raise DeltaError(f"There is no codec {codec!r}; there are 'fast' and 'small'.")
     changes, tracks, seen = compiled.find(old, new, plan) or _find(old, new, plan)

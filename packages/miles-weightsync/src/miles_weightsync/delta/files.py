@@ -6,11 +6,12 @@ import contextlib
 import errno
 import os
 import uuid
+from collections.abc import Callable
 from typing import Any, cast
 
-import fsspec
+import fsspec  # pyright: ignore[reportMissingTypeStubs]
 import xxhash
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem  # pyright: ignore[reportMissingTypeStubs]
 
 from .errors import StoreError
 
@@ -26,7 +27,8 @@ class Files:
 
     def __init__(self, url: str, *, filesystem: Any = None, **options: Any) -> None:
         if filesystem is None:
-            filesystem, root = cast("tuple[Any, str]", fsspec.core.url_to_fs(url, **options))
+            find = cast("Callable[..., tuple[Any, str]]", fsspec.core.url_to_fs)  # pyright: ignore[reportUnknownMemberType]
+            filesystem, root = find(url, **options)
         else:
             root = filesystem._strip_protocol(url)
         self._fs, self.root = filesystem, str(root).rstrip("/")

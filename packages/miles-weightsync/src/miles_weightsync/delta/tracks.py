@@ -39,12 +39,13 @@ class TrackWriter:
             self._changes += len(positions)
 
     def finish(self, *, floor: int, elements: int) -> Track:
-        streams = [np.concatenate(parts) for parts in zip(*self._pieces, strict=True)] if self._pieces else [_NONE] * 6
-        streams[3] = _pair(streams[3])
+        whole = [np.concatenate(parts) for parts in zip(*self._pieces, strict=True)]
+        gaps, lows, longs, halves, large, escapes = whole or [_NONE] * 6
+        streams = (gaps, lows, longs, _pair(halves), large, escapes)
         return Track(floor=floor, elements=elements, changes=self._changes, is_wide=self._is_wide, streams=streams)
 
 
-_NONE = np.empty(0, np.uint8)
+_NONE: np.ndarray = np.empty(0, np.uint8)
 _BYTE, _ESCAPE = 15, 255
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -77,7 +77,7 @@ def find_kernels() -> Kernels | None:
 
 
 @contextmanager
-def using(isa: str) -> Iterator[None]:
+def using(isa: str) -> Generator[None]:
     """Within the block: `avx512`, `avx2`, `portable`, or `numpy` for no kernels at all. Of the whole process.
 
     Raises:
