@@ -13,10 +13,12 @@ import pytest
 from miles_weightsync import shm_free_bytes
 from miles_weightsync.errors import RegionError, TransportError, TransportTimeout
 from miles_weightsync.shm import SHM_DIR, Segment
-from miles_weightsync.transports import Region
+from miles_weightsync.transports import Region, make_inbox, make_outbox
+from miles_weightsync.transports.broadcast import BroadcastOutbox
 from miles_weightsync.transports.outgoing import OutboxBase, Write
 from miles_weightsync.transports.shm import ShmInbox, ShmOutbox
 from miles_weightsync.transports.tcp import TcpInbox, TcpOutbox
+from transport_peer import Peer, pattern
 
 
 class Stuck(OutboxBase):
@@ -145,7 +147,7 @@ def test_a_read_that_waits_for_the_rest_of_a_frame_ends_with_its_region(tcp: tup
         sender.sendall(struct.pack("!QQQ", 1, 0, 1000) + b"x" * 10)
         inbox.fence(2)
         inbox.seal(region, timeout_s=5)
-        with pytest.raises(OSError, match="reset|Broken pipe"):  # noqa: PT012
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):  # noqa: PT012
             for _ in range(1000):
                 sender.sendall(b"y" * 100)
 
@@ -154,3 +156,41 @@ def test_a_port_that_is_taken_is_named(tcp: tuple[TcpInbox, TcpOutbox]) -> None:
     port = tcp[0].register(1, epoch=0).number("port")
     with pytest.raises(TransportError, match=rf"Cannot listen on 127.0.0.1, port {port}: Address already in use"):
         TcpInbox(port=port)
+
+
+def test_a_broadcast_reaches_every_receiver_and_goes_on_without_one_that_died() -> None:
+    receivers = [Peer("broadcast") for _ in range(2)]
+    outbox = make_outbox("broadcast")
+    assert isinstance(outbox, BroadcastOutbox)
+    try:
+        for receiver in receivers:
+            receiver.tell("register", nbytes=40 << 20, epoch=3)
+        texts = [receiver.answer() for receiver in receivers]
+        regions, data = [Region.from_json(text) for text in texts], pattern(1, (33 << 20) + 1)
+        tickets = outbox.write_all(regions, 5, data)
+        outbox.wait(tickets, timeout_s=30)
+        assert [ticket.region for ticket in tickets] == regions
+        for receiver, text in zip(receivers, texts, strict=True):
+            assert receiver("equals", region=text, offset=5, nbytes=data.nbytes, seed=1)
+        receivers[0].kill()
+        tickets = outbox.write_all(regions, 0, data)
+        for ticket in tickets:
+            with pytest.raises(TransportError, match=r"34603009 bytes at offset 0 of .* failed"):
+                outbox.wait([ticket], timeout_s=10)
+        outbox.wait(outbox.write_all(regions[1:], 0, data), timeout_s=30)
+        assert receivers[1]("equals", region=texts[1], offset=0, nbytes=data.nbytes, seed=1)
+        with pytest.raises(TransportError, match=r"one epoch, not to \[3, 4\]"):
+            outbox.write_all([regions[1], replace(regions[1], epoch=4)], 0, data)
+    finally:
+        outbox.close()
+        for receiver in receivers:
+            receiver.end()
+
+
+def test_bytes_that_may_only_be_read_are_broadcast_too() -> None:
+    inbox, outbox = make_inbox("broadcast"), make_outbox("broadcast")
+    region = inbox.register(4, epoch=0)
+    outbox.wait([outbox.write(region, 0, np.frombuffer(b"abcd", np.uint8))], timeout_s=20)
+    assert inbox.view(region).tobytes() == b"abcd"
+    outbox.close()
+    inbox.close()

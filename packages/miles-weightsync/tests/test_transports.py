@@ -46,17 +46,30 @@ def ends(transport: str) -> Iterator[Ends]:
     inbox.close()
 
 
-@pytest.fixture
-def start_peer(transport: str) -> Iterator[Callable[[], Peer]]:
-    peers: list[Peer] = []
+@pytest.fixture(scope="module")
+def idle_peers() -> Iterator[dict[str, list[Peer]]]:
+    """Processes that go from test to test: some transports take seconds to import."""
+    idle: dict[str, list[Peer]] = {}
+    yield idle
+    for peer in [peer for peers in idle.values() for peer in peers]:
+        peer.end()
 
-    def start(**options: Any) -> Peer:
-        peers.append(Peer(transport, **options))
-        return peers[-1]
+
+@pytest.fixture
+def start_peer(transport: str, idle_peers: dict[str, list[Peer]]) -> Iterator[Callable[[], Peer]]:
+    idle, used = idle_peers.setdefault(transport, []), list[Peer]()
+
+    def start() -> Peer:
+        used.append(idle.pop() if idle else Peer(transport))
+        return used[-1]
 
     yield start
-    for peer in peers:
-        peer.end()
+    for peer in used:
+        if peer.is_idle:
+            peer("reset")
+            idle.append(peer)
+        else:
+            peer.end()
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -152,7 +165,7 @@ def test_an_old_epoch_never_lands_after_its_fence(ends: Ends, start_peer: Callab
     old = [start_peer() for _ in range(2)]
     for epoch in range(1, 4):
         for writer in old:
-            writer("flood", region=region.to_json(), seed=0, timeout_s=20)
+            writer.flood(region.to_json(), seed=0)
         time.sleep(schedule.choice([0.0, 0.001, 0.01, 0.05]))
         inbox.fence(epoch)
         if schedule.random() < 0.7:
@@ -178,7 +191,7 @@ def test_a_sealed_region_does_not_change_while_its_sender_goes_on(ends: Ends, st
     inbox, _ = ends
     region = inbox.register(8 * MIB, epoch=1)
     writer = start_peer()
-    writer("flood", region=region.to_json(), seed=1, timeout_s=20)
+    writer.flood(region.to_json(), seed=1)
     inbox.seal(region, timeout_s=10)
     inbox.view(region)[:] = 0
     writer.answer()
@@ -218,14 +231,14 @@ def test_a_receiver_that_stands_still_ends_a_wait_at_its_deadline(ends: Ends, st
     outbox.cancel(region)
     outbox.close()
     assert time.monotonic() - started < 5
-    receiver.process.send_signal(signal.SIGCONT)
+    receiver.kill()
 
 
 def test_a_sender_killed_during_writes_leaves_an_inbox_that_works(ends: Ends, start_peer: Callable[[], Peer]) -> None:
     inbox, outbox = ends
     region = inbox.register(8 * MIB, epoch=1)
     writer = start_peer()
-    writer("flood", region=region.to_json(), seed=1, timeout_s=20)
+    writer.flood(region.to_json(), seed=1)
     writer.kill()
     data = pattern(2, 8 * MIB)
     outbox.wait([outbox.write(region, 0, data)], timeout_s=20)

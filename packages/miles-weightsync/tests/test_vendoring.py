@@ -18,8 +18,15 @@ def test_a_copy_under_another_name_passes_its_tests(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "my_trainer_sync", ignore=shutil.ignore_patterns("__pycache__"))
     tests = tmp_path / "tests"
     tests.mkdir()
-    helpers = ("conftest.py", "weightsync_fakes.py", "planner_models.py")
-    for name in (*helpers, "test_push.py", "test_plan.py", "test_checksum.py", "test_planner.py", "test_transport_parts.py"):
+    helpers = ("conftest.py", "weightsync_fakes.py", "planner_models.py", "transport_peer.py")
+    for name in (
+        *helpers,
+        "test_push.py",
+        "test_plan.py",
+        "test_checksum.py",
+        "test_planner.py",
+        "test_transport_parts.py",
+    ):
         text = (TESTS / name).read_text().replace("miles_weightsync", "my_trainer_sync")
         (tests / name).write_text(text)
     (tests / "test_zz_alone.py").write_text(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class Peer:
     def __init__(self, transport: str, *, inbox: dict[str, Any] | None = None, outbox: dict[str, Any] | None = None):
         command = [sys.executable, __file__, transport, json.dumps(inbox or {}), json.dumps(outbox or {})]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._lock = threading.Lock()
+        self._num_unanswered = 0
 
     def __call__(self, call: str, **arguments: Any) -> Any:
         """Have the peer do something and return what it answers; its errors are raised as PeerError."""
@@ -37,6 +36,7 @@ class Peer:
 
     def tell(self, call: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
+        self._num_unanswered += 1
         self.process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
         self.process.stdin.flush()
 
@@ -46,9 +46,20 @@ class Peer:
         if not line:
             raise EOFError(f"peer {self.process.pid} has ended")
         found = json.loads(line)
+        self._num_unanswered -= 1
         if "error" in found:
             raise PeerError(found["error"], found["text"])
         return found["value"]
+
+    def flood(self, region: str, *, seed: int) -> None:
+        """Have it write a region over and over; returns when that has begun. `answer` gives the end."""
+        self("flood", region=region, seed=seed, timeout_s=20)
+        self._num_unanswered += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """It lives and has answered everything."""
+        return self.process.poll() is None and self._num_unanswered == 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -105,13 +116,20 @@ class Calls:
         """Write the whole region over and over until it fails; returns how often it did not."""
         target = Region.from_json(region)
         data = pattern(seed, target.nbytes)
-        print(json.dumps({"value": "flooding"}), flush=True)
+        print(json.dumps({"value": "begun"}), flush=True)
         for done in range(1_000_000):
             try:
                 self.outbox.wait([self.outbox.write(target, 0, data)], timeout_s=timeout_s)
             except WeightSyncError:
                 return done
         raise AssertionError("nothing ever stopped it")
+
+    def reset(self) -> None:
+        """Close both ends, for the next test."""
+        self._tickets = []
+        for made in (self._made.pop("outbox", None), self._made.pop("inbox", None)):
+            if made is not None:
+                made.close()
 
     def cancel(self, region: str) -> None:
         self.outbox.cancel(Region.from_json(region))

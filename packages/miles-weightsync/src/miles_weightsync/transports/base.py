@@ -30,8 +30,11 @@ Bytes = NDArray[np.uint8]
 """[n] uint8, contiguous."""
 
 _MODULES = {
-    "shm": "shm",
-    "tcp": "tcp",
+    "shm": ("shm", "Shm"),
+    "tcp": ("tcp", "Tcp"),
+    "broadcast": ("broadcast", "Broadcast"),
+    "nccl": ("broadcast", "Nccl"),
+    "cupy_nccl": ("broadcast", "CupyNccl"),
 }
 TRANSPORTS: tuple[str, ...] = tuple(_MODULES)
 """Names that `make_inbox` and `make_outbox` know. Some need an extra to be installed."""
@@ -214,15 +217,16 @@ def make_inbox(name: str, **options: object) -> Inbox:
     Raises:
         MissingDependency: the transport needs a package that is not installed.
     """
-    return cast(Inbox, _module(name).INBOX(**options))
+    return cast(Inbox, _class(name, "Inbox")(**options))
 
 
 def make_outbox(name: str, **options: object) -> Outbox:
     """The sending side of a transport; as `make_inbox`."""
-    return cast(Outbox, _module(name).OUTBOX(**options))
+    return cast(Outbox, _class(name, "Outbox")(**options))
 
 
-def _module(name: str) -> Any:
+def _class(name: str, end: str) -> Any:
     if name not in _MODULES:
         raise RegionError(f"There is no transport `{name}`; choose from {', '.join(TRANSPORTS)}.")
-    return import_module(f".{_MODULES[name]}", __package__)
+    module, prefix = _MODULES[name]
+    return getattr(import_module(f".{module}", __package__), prefix + end)

@@ -44,24 +44,12 @@ class OutboxBase(ABC):
         self._is_closed = False
 
     def write(self, region: Region, offset: int, data: Bytes) -> Ticket:
-        check_data(data)
-        self._check(region, offset, data.nbytes)
-        write = Write(region, offset, data)
-        if write.nbytes == 0:
-            write.is_finished = True
-            return write
-        with self._changed:
-            others = self._unfinished.setdefault(region.key, [])
-            for other in others:
-                if offset < other.offset + other.nbytes and other.offset < offset + write.nbytes:
-                    raise RegionError(
-                        f"A write of {write} overlaps one of {other} that is not finished. Wait for it first."
-                    )
-            others.append(write)
-        try:
-            self._begin(write)
-        except TransportError as error:
-            self._finish(write, error)
+        write = self._start(region, offset, data)
+        if not write.is_finished:
+            try:
+                self._begin(write)
+            except TransportError as error:
+                self._finish(write, error)
         return write
 
     def lease(self, region: Region, offset: int, nbytes: int) -> Bytes | None:
@@ -117,6 +105,22 @@ class OutboxBase(ABC):
     @abstractmethod
     def _shut(self) -> None:
         """End threads and connections; everything has been cancelled."""
+
+    def _start(self, region: Region, offset: int, data: Bytes) -> Write:
+        """A ticket for a write that may be done; finished already if there is nothing to do."""
+        check_data(data)
+        self._check(region, offset, data.nbytes)
+        write = Write(region, offset, data)
+        write.is_finished = write.nbytes == 0
+        if write.is_finished:
+            return write
+        with self._changed:
+            others = self._unfinished.setdefault(region.key, [])
+            for other in others:
+                if offset < other.offset + other.nbytes and other.offset < offset + write.nbytes:
+                    raise RegionError(f"A write of {write} overlaps an unfinished one of {other}. Wait for it first.")
+            others.append(write)
+        return write
 
     def _finish(self, write: Write, error: TransportError | None = None) -> None:
         """All pieces of a write, or one of several, have arrived, or it failed. The first failure stands."""

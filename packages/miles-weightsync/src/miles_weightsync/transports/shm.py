@@ -210,6 +210,3 @@ def _array(segment: Segment, offset: int, nbytes: int) -> Bytes:
     if nbytes == 0:
         return np.empty(0, np.uint8)
     return np.frombuffer(segment.memory, np.uint8, nbytes, HEADER_BYTES + offset)
-
-
-INBOX, OUTBOX = ShmInbox, ShmOutbox

@@ -14,161 +14,33 @@ none was faster with two streams.
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import socket
-import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-import numpy as np
-
-from ..errors import TransportError, TransportTimeout
-from .base import Bytes, Region
-from .incoming import InboxBase
-from .links import Listener, describe, dial, hang_up, read_reply, receive, receive_into, reply, set_buffers
+from ..errors import TransportError
+from .base import Region
+from .links import describe, dial, hang_up, read_reply, receive_into, reply
+from .memory import Memory
 from .outgoing import OutboxBase, Write
+from .reception import FRAME, SocketInbox, next_frame
 
-_FRAME = struct.Struct("!QQQ")
-"""Epoch, offset, length."""
 _PIECE_BYTES = 4 << 20
 """A write is cut into frames of this size, which whichever stream is free takes."""
 _FRAMES_UNDER_WAY = 2
 
 
-class _Memory:
-    """One registration: the bytes, the connections that write to them, and whether any still may."""
-
-    def __init__(self, data: Bytes) -> None:
-        self.data = data
-        self._changed = threading.Condition()
-        self._connections: set[socket.socket] = set()
-        self._num_filling = 0
-        self._is_over = False
-
-    @contextlib.contextmanager
-    def connected(self, connection: socket.socket) -> Generator[None]:
-        with self._changed:
-            self._check()
-            self._connections.add(connection)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._connections.discard(connection)
-
-    @contextlib.contextmanager
-    def filling(self) -> Generator[None]:
-        with self._changed:
-            self._check()
-            self._num_filling += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_filling -= 1
-                self._changed.notify_all()
-
-    def refuse(self) -> None:
-        """Let nobody write any more: a read that waits for bytes ends too."""
-        with self._changed:
-            self._is_over = True
-            for connection in self._connections:
-                hang_up(connection)
-
-    def shut_out(self, timeout_s: float) -> bool:
-        """Refuse, and return when the last read has ended; False when it has not in time."""
-        self.refuse()
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_filling == 0, timeout_s)
-
-    def _check(self) -> None:
-        if self._is_over:
-            raise TransportError("this region takes no writes any more: sealed, fenced off or released")
-
-
-class TcpInbox(InboxBase[_Memory]):
-    """Memory that any host can reach. `fence` and `release` wait until the last byte has landed.
-
-    Args:
-        host: address of this host that senders can reach; the inbox listens there.
-        port: 0 takes a free one.
-        buffer_bytes: the kernel's buffer for each connection.
-        allocate: makes the memory, for instance pinned; anything that returns [n] uint8.
-    """
-
+class TcpInbox(SocketInbox):
     transport = "tcp"
 
-    def __init__(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        buffer_bytes: int = 1 << 20,
-        allocate: Callable[[int], Bytes] | None = None,
-    ) -> None:
-        super().__init__()
-        self._allocate = allocate or _allocate
-        self._ids: dict[int, tuple[Region, _Memory]] = {}
-        self._spare: Bytes | None = None
-        self._buffer_bytes = buffer_bytes
-        self._listener = Listener(host, port, name="weightsync-tcp", serve=self._serve)
-
-    def _make(self, nbytes: int, epoch: int) -> tuple[Region, _Memory]:
-        data, self._spare = self._spare, None
-        if data is None or data.nbytes < nbytes:
-            try:
-                data = self._allocate(nbytes)
-            except MemoryError:
-                raise TransportError(f"This process cannot allocate the {nbytes} bytes of a region.") from None
-        id, listener = secrets.randbits(63), self._listener
-        address: dict[str, str | int] = {
-            "host": listener.host, "port": listener.port, "token": listener.token, "id": id,
-        }  # fmt: skip
-        region = Region(transport="tcp", nbytes=nbytes, epoch=epoch, address=address)
-        self._ids[id] = region, _Memory(data)
-        return self._ids[id]
-
-    def _show(self, memory: _Memory, region: Region) -> Bytes:
-        return memory.data[: region.nbytes]
-
-    def _refuse(self, region: Region, memory: _Memory) -> None:
-        memory.refuse()
-
-    def _shut_out(self, region: Region, memory: _Memory, *, timeout_s: float) -> None:
-        if not memory.shut_out(timeout_s):
-            raise TransportTimeout(f"A read into {region} has not ended {timeout_s:g} s after its connection did.")
-
-    def _free(self, region: Region, memory: _Memory) -> None:
-        self._ids.pop(region.number("id"), None)
-        is_ours = memory.shut_out(1.0)
-        if is_ours and not self._is_closed and (self._spare is None or self._spare.nbytes < memory.data.nbytes):
-            self._spare = memory.data
-
-    def _shut(self) -> None:
-        self._listener.close()
-        self._spare = None
-
-    def _serve(self, connection: socket.socket, id: int, epoch: int) -> None:
-        with self._lock:
-            found = self._ids.get(id)
-        if found is None or found[0].epoch != epoch:
-            raise TransportError(f"no region of this inbox, or no longer (epoch {epoch})")
-        region, memory = found
-        set_buffers(connection, self._buffer_bytes)
-        with memory.connected(connection):
+    def _fill(self, connection: socket.socket, region: Region, memory: Memory) -> None:
+        reply(connection)
+        while True:
+            offset, nbytes = next_frame(connection, region)
+            with memory.filling():
+                receive_into(connection, memory.data.data[offset : offset + nbytes])
             reply(connection)
-            while True:
-                frame_epoch, offset, nbytes = _FRAME.unpack(receive(connection, _FRAME.size))
-                if frame_epoch != epoch or offset + nbytes > region.nbytes:
-                    raise TransportError(
-                        f"a frame of epoch {frame_epoch} for {nbytes} bytes at {offset} does not lie in {region}"
-                    )
-                with memory.filling():
-                    receive_into(connection, memory.data.data[offset : offset + nbytes])
-                reply(connection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +118,7 @@ class _Link:
 
     def _send(self, connection: socket.socket, piece: _Piece) -> None:
         write = piece.write
-        frame = _FRAME.pack(write.region.epoch, write.offset + piece.start, piece.stop - piece.start)
+        frame = FRAME.pack(write.region.epoch, write.offset + piece.start, piece.stop - piece.start)
         connection.sendall(frame, socket.MSG_MORE)
         connection.sendall(write.data.data[piece.start : piece.stop])
 
@@ -271,7 +143,7 @@ class TcpOutbox(OutboxBase):
 
     transport = "tcp"
 
-    def __init__(self, *, streams: int = 2, buffer_bytes: int = 1 << 20) -> None:
+    def __init__(self, *, streams: int = 4, buffer_bytes: int = 1 << 20) -> None:
         super().__init__()
         self.streams = streams
         self.buffer_bytes = buffer_bytes
@@ -306,10 +178,3 @@ class TcpOutbox(OutboxBase):
         for link in list(self._links.values()):
             link.end(TransportError("the outbox was closed"))
         self._links.clear()
-
-
-def _allocate(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
-
-
-INBOX, OUTBOX = TcpInbox, TcpOutbox
