@@ -1,4 +1,4 @@
-"""Engines and senders in processes of their own that die at a given step. Forked from a server that has all imported."""
+"""Engines and senders in processes of their own that die at a given step."""
 
 from __future__ import annotations
 

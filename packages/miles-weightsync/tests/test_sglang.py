@@ -60,24 +60,30 @@ def make_model(kind: str, *, seed: int = 0) -> Any:
 
 @contextmanager
 def server(folder: Path, *, tp: int = 1) -> Iterator[str]:
+    process, url, log = launch(folder, tp=tp)
+    try:
+        yield wait_until_ready(url, process, log)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def launch(folder: Path, *, tp: int = 1, **more: object) -> tuple[subprocess.Popen[bytes], str, Path]:
+    """Start a server and do not wait for it: (process, URL, log)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {"model-path": folder, "port": port, "host": "127.0.0.1", "dtype": "float32", "tp-size": tp}
     options |= {"max-total-tokens": 8192, "context-length": 1024, "random-seed": 1, "log-level-http": "warning"}
     command = [sys.executable, "-m", "miles_rollout.engines.sglang_cpu", "--skip-tokenizer-init"]
-    command += [f"--{key}={value}" for key, value in options.items()]
+    command += [f"--{key.replace('_', '-')}={value}" for key, value in (options | more).items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if tp > 1:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))
-    log = folder / "server.log"
+    log = folder / f"server-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    try:
-        yield wait_until_ready(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return process, f"http://127.0.0.1:{port}", log
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> str:

@@ -66,6 +66,11 @@ class Channel:
         return cast(Message, found)
 
     @property
+    def local_host(self) -> str:
+        """This end's address, which whoever is at the other end can reach."""
+        return str(self._socket.getsockname()[0])
+
+    @property
     def is_closed(self) -> bool:
         """Whether the other end has gone; no message may be on its way."""
         try:

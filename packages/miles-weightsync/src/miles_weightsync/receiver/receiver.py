@@ -25,6 +25,8 @@ from .table import Table
 
 _DIAL_S = 10.0
 _KEPT_OUTCOMES = 8
+_LISTENING = ("tcp",)
+"""Transports whose inbox listens on an address: the one by which this rank reached the leader."""
 
 
 class Refused(Exception):
@@ -190,7 +192,7 @@ class Receiver:
             raise Refused(f"plan {message['plan']} is not known here")
         self._discard()
         self._epoch = order.epoch
-        inbox = self._inbox(str(message["transport"]), cast("dict[str, object]", message["options"]))
+        inbox = self._inbox(str(message["transport"]))
         for other in self._inboxes.values():
             other.fence(order.epoch)
         nbytes = table.nbytes if order.sizes is None else sum(order.sizes)
@@ -292,9 +294,11 @@ class Receiver:
         if staged is not None:
             staged.release()
 
-    def _inbox(self, name: str, options: dict[str, object]) -> Inbox:
+    def _inbox(self, name: str) -> Inbox:
         if name not in self._inboxes:
-            self._inboxes[name] = make_inbox(name, **options)
+            assert self._owner is not None, "only an owner prepares"
+            listens = {"host": self._owner[1].local_host} if name in _LISTENING else {}
+            self._inboxes[name] = make_inbox(name, **listens)
         return self._inboxes[name]
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -157,7 +157,7 @@ class Staged:
         """Let a GPU copy from the arena directly."""
         arena = self.inbox.view(self.region)
         if arena.nbytes:
-            runtime: Any = torch.cuda.cudart()
+            runtime = cast(Any, torch.cuda).cudart()
             self.pinned = int(runtime.cudaHostRegister(arena.ctypes.data, arena.nbytes, 0)) == 0  # if not, it is slower
 
     def _steps(self, *, undo: bool) -> Iterator[None]:
@@ -219,5 +219,5 @@ def _tell(index: int, bucket: Bucket) -> str:
 
 
 def _unpin(arena: NDArray[np.uint8]) -> None:
-    runtime: Any = torch.cuda.cudart()
+    runtime = cast(Any, torch.cuda).cudart()
     runtime.cudaHostUnregister(arena.ctypes.data)

@@ -45,7 +45,6 @@ class Job:
     reason: str | None
     """Why it is a full push."""
     transport: str
-    options: Mapping[str, object]
 
     @property
     def kind(self) -> Literal["full", "delta"]:
@@ -111,7 +110,7 @@ class StagedLane:
             self._link.known_plan = job.plan.id
         self._epoch = self._link.epoch + 1
         common = {"op": "prepare", "epoch": self._epoch, "version": job.version, "content": job.content}
-        common |= {"base": job.base, "transport": job.transport, "options": dict(job.options)}
+        common |= {"base": job.base, "transport": job.transport}
         orders = [
             {**common, "plan": job.plan.id, "sizes": None if job.sizes_R is None else list(job.sizes_R[rank])}
             for rank in range(len(job.plan.tables_R))

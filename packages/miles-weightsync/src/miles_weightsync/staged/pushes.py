@@ -415,11 +415,15 @@ class StagedPushes:
             base, sizes_R, reason = engine.content, size, None
         else:
             base, sizes_R, reason = None, None, self._why_full(engine, size)
-        options: dict[str, object] = {}
         return Job(
-            version=version, content=content, plan=plan, base=base, sizes_R=sizes_R, reason=reason,
-            transport=self._config.transport, options=options,
-        )  # fmt: skip
+            version=version,
+            content=content,
+            plan=plan,
+            base=base,
+            sizes_R=sizes_R,
+            reason=reason,
+            transport=self._config.transport,
+        )
 
     def _why_full(self, engine: _Engine, size: tuple[tuple[int, ...], ...] | str | None) -> str:
         if self._config.delta == "off":

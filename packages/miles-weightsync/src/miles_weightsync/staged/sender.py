@@ -33,7 +33,8 @@ class Blobs:
     """The deltas of one push: each piece encoded once, whatever the number of engines that need it."""
 
     def __init__(self, values: Values, snapshot: Snapshot, codec: Codec) -> None:
-        self._values, self._snapshot, self._codec = values, snapshot, codec
+        self._values, self._snapshot = values, snapshot
+        self._codec: Codec = codec
         self._known: dict[Item, bytes] = {}
 
     def sizes(self, loads: Sequence[Load]) -> list[tuple[int, int, int]] | None:
