@@ -69,3 +69,28 @@ def test_mxfp8_training_is_the_same_on_gpu_and_cpu_up_to_the_order_of_sums():
         results[device] = [y.detach().cpu(), leaf_x.grad.cpu(), leaf_w.grad.cpu()]
     for expected, computed in zip(results["cpu"], results["cuda"], strict=True):
         torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["fp8_tensor/te", "fp8_row/div", "fp8_128x128/div", "mxfp8/rceil", "nvfp4/te"])
+def test_tensor_cores_multiply_the_codes_as_the_emulation_does(name: str, dtype: torch.dtype):
+    from miles_quant import get_format
+    from miles_quant.nn import hardware
+
+    weight = get_format(name)
+    if not hardware._is_capable(weight, torch.cuda.get_device_capability()):  # pyright: ignore[reportPrivateUsage]
+        pytest.skip(f"no tensor cores for {name} on {torch.cuda.get_device_name()}")
+    assert weight.activation is not None
+    formats = weight.activation, weight
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        format.quantize(torch.randn(rows, 1024, generator=generator).cuda())
+        for format, rows in zip(formats, (48, 256), strict=True)
+    )
+    y = hardware.product(a, b, formats, dtype=dtype)
+    assert y is not None, "torch refused the product, or it differs from the emulation: see the warning"
+    expected = hardware.emulated(a, b, formats)
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=hardware.TOLERANCE * float(expected.abs().max()))
+    one = hardware.product(formats[0].quantize(torch.ones(1, 1024).cuda()), b, formats, dtype=dtype)
+    assert one is not None
+    assert one.shape == (1, 256)

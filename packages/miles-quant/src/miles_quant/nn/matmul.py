@@ -5,8 +5,9 @@
     all others    forward on the values of the codes; gradients straight through the rounding (arXiv:1308.3432):
                   dx = g q(w), dw = g^T q(x)
 
-Operands are multiplied in the type of `x`, from dequantised values: this is the emulation that the engine's kernels are
-compared with. A result never depends on the other rows of `x`, because activations are scaled row by row.
+Operands are multiplied in the type of `x`, from dequantised values: this is the emulation that every kernel is compared
+with. On a GPU whose tensor cores know the format, these multiply the codes themselves (`hardware`). A result never
+depends on the other rows of `x` but through the kernel's order of sums: activations are scaled row by row.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from ..formats.spec import Format, QuantizedTensor
+from . import hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +59,29 @@ def train_linear(
     if scheme.has_three_products:
         rows = x.reshape(-1, x.shape[-1])
         return _ThreeProducts.apply(rows, weight, scheme).unflatten(0, x.shape[:-1])
-    values = scheme.weight.dequantize(scheme.quantize(weight, amax), dtype=x.dtype)
+    packed = scheme.quantize(weight, amax)
+    y = _on_tensor_cores(x, packed, scheme)
+    values = scheme.weight.dequantize(packed, dtype=x.dtype)
+    if y is not None:
+        return _Known.apply(x, weight, y, round_activation(x, scheme), values)
     return functional.linear(_through(x, round_activation(x, scheme)), _through(weight, values))
 
 
 def packed_linear(x: torch.Tensor, packed: QuantizedTensor, scheme: Scheme) -> torch.Tensor:
     """`y` from codes and scales alone: what an engine computes."""
+    y = _on_tensor_cores(x, packed, scheme)
+    if y is not None:
+        return y
     return functional.linear(round_activation(x, scheme), scheme.weight.dequantize(packed, dtype=x.dtype))
+
+
+def _on_tensor_cores(x: torch.Tensor, packed: QuantizedTensor, scheme: Scheme) -> torch.Tensor | None:
+    """`y`, or None where it has to be emulated."""
+    if x.device.type != "cuda" or scheme.activation is None or x.numel() == 0:
+        return None
+    rows = scheme.activation.quantize(x.detach().reshape(-1, x.shape[-1]))
+    y = hardware.product(rows, packed, (scheme.activation, scheme.weight), dtype=x.dtype)
+    return None if y is None else y.unflatten(0, x.shape[:-1])
 
 
 def round_activation(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -90,12 +108,33 @@ class _StraightThrough(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
+class _Known(torch.autograd.Function):
+    """`y` forward; backward, the gradients of `x_value @ w_value^T` go to `x` and `weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, *operands: torch.Tensor) -> torch.Tensor:
+        x, weight, y, x_value, w_value = operands
+        ctx.save_for_backward(x_value, w_value)
+        ctx.dtypes = x.dtype, weight.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_value, w_value = ctx.saved_tensors
+        grad = grads[0]
+        dx = (grad @ w_value).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = (grad.flatten(0, -2).t() @ x_value.flatten(0, -2)).to(ctx.dtypes[1])
+        return dx, dw, None, None, None
+
+
 class _ThreeProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scheme = scheme
-        return functional.linear(_along_rows(x, scheme), _along_rows(weight, scheme, dtype=x.dtype))
+        return _product(x, weight.to(scheme.source_dtype), scheme, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
@@ -103,16 +142,19 @@ class _ThreeProducts(torch.autograd.Function):
         (grad,), scheme = grads, ctx.scheme
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = _along_rows(grad, scheme) @ _along_rows(weight.t(), scheme, dtype=x.dtype).t()
+            dx = _product(grad, weight.t().to(scheme.source_dtype), scheme, dtype=x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = (_along_rows(grad.t(), scheme) @ _along_rows(x.t(), scheme).t()).to(weight.dtype)
+            dw = _product(grad.t(), x.t(), scheme, dtype=x.dtype).to(weight.dtype)
         return dx, dw, None
 
 
-def _along_rows(matrix: torch.Tensor, scheme: Scheme, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Values of `matrix` quantised in blocks along its rows. With `dtype` it is a weight: rounded to its source type
-    first, returned in `dtype`."""
-    if matrix.numel() == 0:
-        return matrix if dtype is None else matrix.to(dtype)
-    source = matrix if dtype is None else matrix.to(scheme.source_dtype)
-    return scheme.weight.dequantize(scheme.weight.quantize(source.contiguous()), dtype=dtype or matrix.dtype)
+def _product(a: torch.Tensor, b: torch.Tensor, scheme: Scheme, *, dtype: torch.dtype) -> torch.Tensor:
+    """[M, N] = q(a) q(b)^T in `dtype`, both quantised in blocks along their rows, over which is summed."""
+    if a.numel() == 0 or b.numel() == 0:
+        return functional.linear(a.to(dtype), b.to(dtype))
+    formats = scheme.weight, scheme.weight
+    qa, qb = (scheme.weight.quantize(matrix.contiguous()) for matrix in (a, b))
+    y = hardware.product(qa, qb, formats, dtype=dtype)
+    if y is not None:
+        return y
+    return functional.linear(*(scheme.weight.dequantize(q, dtype=dtype) for q in (qa, qb)))

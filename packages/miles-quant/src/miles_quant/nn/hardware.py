@@ -1,0 +1,138 @@
+"""Products of codes on tensor cores, through `torch.nn.functional.scaled_mm`. Not run on a GPU yet.
+
+    FP8, one scale a tensor or row         compute capability 8.9 or later
+    FP8, 1x128 times 128x128 or 1x128      9.0, where cuBLAS has them
+    MXFP8, NVFP4                           10.0 or later; scales swizzled, NVFP4's outer scales multiplied in afterwards
+
+The emulation is the oracle: a kind of product is used on a device after it agreed with it there. Where it does not, or
+torch refuses, the emulation goes on and that is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch.nn import functional
+from torch.nn.functional import ScalingType, SwizzleType
+
+from ..formats.spec import Format, QuantizedTensor
+from ..formats.swizzle import swizzle_scales
+
+TOLERANCE = 2.0**-6
+"""Of the largest value. Tensor cores sum in fewer bits than float32, and results may be bfloat16."""
+
+_ALIGNED = 16
+_log = logging.getLogger("miles_quant")
+
+
+def product(
+    a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], *, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """[M, N] = a b^T in `dtype` for a [M, K], b [N, K]; None where the emulation has to do it."""
+    device = a.codes.device
+    if device.type != "cuda" or b.shape[0] % _ALIGNED or a.shape[1] % _ALIGNED:
+        return None
+    if not _is_capable(formats[1], torch.cuda.get_device_capability(device)):
+        return None
+    return multiply(a, b, formats, dtype=dtype) if _agrees(formats, device, dtype) else None
+
+
+def multiply(
+    a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], *, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same, whatever the device; torch raises where it cannot."""
+    match formats[1].name.family:
+        case "mxfp8":
+            return _swizzled(a, b, torch.float8_e8m0fnu, ScalingType.BlockWise1x32, dtype)
+        case "nvfp4":
+            y = _swizzled(a, b, torch.float8_e4m3fn, ScalingType.BlockWise1x16, torch.float32)
+            for scale, shape in ((a.global_scale, (-1, 1)), (b.global_scale, (1, -1))):
+                y = y if scale is None else y * scale.reshape(shape)
+            return y.to(dtype)
+        case _ if 0 in formats[1].block:
+            scales = a.scale.expand(a.shape[0], 1).contiguous(), b.scale.reshape(1, -1).expand(1, b.shape[0])
+            return _scaled(a, b, scales[0], scales[1].contiguous(), ScalingType.RowWise, ScalingType.RowWise, dtype)
+        case _:
+            return _blockwise(a, b, formats, dtype)
+
+
+def _blockwise(
+    a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], dtype: torch.dtype
+) -> torch.Tensor:
+    """FP8 with float32 scales of blocks, which cuBLAS wants with the outer dimension contiguous; of 128x128, K first
+    and its length a multiple of 4."""
+    a_scale = a.scale.t().contiguous().t()
+    if formats[1].block == (1, 128):
+        b_scale, recipe = b.scale.t().contiguous().t(), ScalingType.BlockWise1x128
+    else:
+        b_scale = functional.pad(b.scale, (0, -b.scale.shape[1] % 4)).t()
+        recipe = ScalingType.BlockWise128x128
+    return _scaled(a, b, a_scale, b_scale, ScalingType.BlockWise1x128, recipe, torch.bfloat16).to(dtype)
+
+
+def _swizzled(
+    a: QuantizedTensor, b: QuantizedTensor, scale_type: torch.dtype, recipe: ScalingType, dtype: torch.dtype
+) -> torch.Tensor:
+    scales = (swizzle_scales(operand.scale).view(scale_type) for operand in (a, b))
+    return _scaled(a, b, *scales, recipe, recipe, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
+
+
+def _scaled(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    a_recipe: ScalingType,
+    b_recipe: ScalingType,
+    dtype: torch.dtype,
+    swizzle: SwizzleType = SwizzleType.NO_SWIZZLE,
+) -> torch.Tensor:
+    a_codes, b_codes = (_typed(operand.codes) for operand in (a, b))
+    return functional.scaled_mm(
+        a_codes, b_codes.t(), a_scale, a_recipe, b_scale, b_recipe, swizzle, swizzle, output_dtype=dtype
+    )
+
+
+def _typed(codes: torch.Tensor) -> torch.Tensor:
+    """FP8 as it is, pairs of FP4 under their type."""
+    return codes.contiguous() if codes.dtype == torch.float8_e4m3fn else codes.view(torch.float4_e2m1fn_x2)
+
+
+def _is_capable(weight: Format, capability: tuple[int, int]) -> bool:
+    match weight.name.family:
+        case "mxfp8" | "nvfp4":
+            return capability >= (10, 0)
+        case "fp8" if 0 in weight.block:
+            return capability >= (8, 9)
+        case "fp8":
+            return capability[0] == 9 and weight.block in ((1, 128), (128, 128))
+        case _:
+            return False
+
+
+@cache
+def _agrees(formats: tuple[Format, Format], device: torch.device, dtype: torch.dtype) -> bool:
+    """Does the product equal the emulated one on this device, but for the order of its sums?"""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        format.quantize(torch.randn(rows, 512, generator=generator).to(device))
+        for format, rows in zip(formats, (160, 384), strict=True)
+    )
+    expected = emulated(a, b, formats)
+    try:
+        error = (multiply(a, b, formats, dtype=dtype).float() - expected).abs().max() / expected.abs().max()
+    except (RuntimeError, ValueError) as refusal:
+        why = str(refusal).splitlines()[0]
+    else:
+        if error <= TOLERANCE:
+            return True
+        why = f"it differs from the emulation by {float(error):.1e} of the largest value"
+    _log.warning("miles-quant: products of %s are emulated on %s: %s", formats[1].name, device, why)
+    return False
+
+
+def emulated(a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format]) -> torch.Tensor:
+    """What a product has to be, in float32."""
+    return functional.linear(*(f.dequantize(q, dtype=torch.float32) for f, q in zip(formats, (a, b), strict=True)))
