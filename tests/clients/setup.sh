@@ -15,9 +15,12 @@ flock 9
 command -v npm > /dev/null || { echo "npm is not installed" >&2; exit 75; }
 timeout 20 npm view --prefix "$folder" npm version > /dev/null 2>&1 || { echo "the npm registry does not answer" >&2; exit 75; }
 
+folder=$(realpath "$folder")
+cd "$(dirname "$0")/../.."
+source scripts/find-uv.sh
 rm -rf "$folder/npm" "$folder/mini"
 npm install --prefix "$folder/npm" --no-audit --no-fund --ignore-scripts --loglevel=error \
     "@anthropic-ai/claude-code@$claude" "@openai/codex@$codex" "opencode-ai@$opencode"
-uv venv --quiet --python 3.11 "$folder/mini"
-uv pip install --quiet --python "$folder/mini/bin/python" "mini-swe-agent==$mini"
+"$UV" venv --quiet --python "$(find_python)" "$folder/mini"
+"$UV" pip install --quiet --python "$folder/mini/bin/python" "mini-swe-agent==$mini"
 echo "$wanted" > "$folder/installed"
