@@ -43,7 +43,7 @@ tests() {
 case $what in
     lint) lint ;;
     pytest) tests "$@" ;;
-    all) lint && tests ;;
+    all) lint && check "quant references" scripts/quant-references.sh -q && tests ;;
     *)
         echo "usage: scripts/test.sh [lint | pytest ARGS…]" >&2
         exit 2
