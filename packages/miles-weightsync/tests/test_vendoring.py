@@ -18,11 +18,12 @@ def test_a_copy_under_another_name_passes_its_tests(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "my_trainer_sync", ignore=shutil.ignore_patterns("__pycache__"))
     tests = tmp_path / "tests"
     tests.mkdir()
-    helpers = ("conftest.py", "weightsync_fakes.py", "planner_models.py", "transport_peer.py")
+    helpers = ("conftest.py", "weightsync_fakes.py", "planner_models.py", "transport_peer.py", "staged_bed.py")
     for name in (
         *helpers,
         "test_push.py",
         "test_plan.py",
+        "test_staged.py",
         "test_checksum.py",
         "test_planner.py",
         "test_transport_parts.py",
@@ -36,6 +37,26 @@ def test_a_copy_under_another_name_passes_its_tests(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_a_copy_without_its_compiled_kernels_makes_the_same_deltas_and_says_so_once(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns("__pycache__", "*.native")
+    shutil.copytree(PACKAGE, tmp_path / "my_trainer_sync", ignore=left_out)
+    code = (
+        "import numpy as np; from NAME.delta import apply_blob, encode\n"
+        "old = np.arange(9000, dtype=np.uint16); new = old + (old % 7 == 0)\n"
+        "for codec in ('fast', 'small'):\n"
+        "    blob, target = encode(old, new, codec=codec), old.copy(); apply_blob(target, blob)\n"
+        "    assert (target == new).all(); print(blob.hex())\n"
+    )
+    env, outputs = {**os.environ, "PYTHONPATH": str(tmp_path)}, list[str]()
+    for name in ("my_trainer_sync", "miles_weightsync"):
+        command = [sys.executable, "-c", code.replace("NAME", name)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        outputs.append(done.stdout)
+        said = done.stderr.splitlines()
+        assert len([line for line in said if "python -m my_trainer_sync.native.build" in line]) == (name[:2] == "my")
+    assert outputs[0] == outputs[1]
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
