@@ -113,6 +113,16 @@ def test_a_recipe_survives_files_of_both_kinds(tmp_path: Path):
         Recipe.load(tmp_path / "absent.toml")
 
 
+def test_the_configuration_of_a_run_is_a_recipe_file_too(tmp_path: Path):
+    (tmp_path / "run.toml").write_text('[quant]\nformat = "int4"\n[train]\nranks = 2\n')
+    (tmp_path / "config.json").write_text(json.dumps({"train": {}, "quant": Recipe(format="int4").to_dict()}))
+    assert Recipe.load(tmp_path / "run.toml") == Recipe.load(tmp_path / "config.json") == Recipe(format="int4")
+    for text in ('{"quant": null}', "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(QuantError, match=r"config.json holds no recipe"):
+            Recipe.load(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize(
     ("format", "expected"),
     [

@@ -33,7 +33,7 @@ from .conftest import bits, normal
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="pip install ml_dtypes")
 gfloat = pytest.importorskip("gfloat", reason="pip install gfloat")
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="pip install torchao (see docs/quant.md)")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="scripts/quant-references.sh runs this")
 SCALARS = settings(deadline=None, max_examples=40)
 
 
@@ -248,7 +248,9 @@ def test_three_products_of_mxfp8_are_those_of_torchao(tokens: int, rows: int, co
 def test_nvfp4_by_modelopts_rule_is_that_of_modelopt_up_to_the_sign_of_zero():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor", reason="pip install nvidia-modelopt")
+        qtensor = pytest.importorskip(
+            "modelopt.torch.quantization.qtensor", reason="scripts/quant-references.sh runs this"
+        )
     for seed in range(50):
         values = normal(8, 64, seed=seed, dtype=torch.float32) * 2.0 ** (seed % 20 - 10)
         packed, scale, above = qtensor.NVFP4QTensor.quantize(values.clone(), 16)

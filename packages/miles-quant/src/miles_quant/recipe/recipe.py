@@ -159,15 +159,20 @@ class Recipe:
 
     @classmethod
     def load(cls, text: str | Path) -> Recipe:
-        """The recipe of a format name, or of a TOML or JSON file."""
+        """The recipe of a format name, or of a TOML or JSON file: its keys, or its table `quant` if it has one, such as
+        the configuration of a run."""
         path = Path(text)
         if path.suffix not in (".toml", ".json"):
             return cls(format=str(text))
         try:
             content = path.read_text()
-            return cls.from_dict(json.loads(content) if path.suffix == ".json" else tomllib.loads(content))
+            values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
         except (OSError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise QuantError(f"The recipe {path} cannot be read: {error}") from error
+        table = values.get("quant", values) if isinstance(values, dict) else None
+        if not isinstance(table, dict):
+            raise QuantError(f"{path} holds no recipe: a table with `format`, by itself or under `quant`.")
+        return cls.from_dict(table)
 
 
 def siblings(name: str) -> Iterator[str]:
