@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -138,6 +139,15 @@ class EngineClient:
         body: dict[str, Any] = {"serialized_named_tensors": [payload] * ranks, "load_format": loader}
         body |= {"flush_cache": False, "selector": selector}
         self._call("POST", "/update_weights_from_tensor", body, deadline)
+
+    def load_adapter(self, tag: str, config: Mapping[str, object], payload_R: list[str], deadline: Deadline) -> None:
+        """Load a LoRA adapter from staged tensors; one payload for each tensor-parallel rank R of the engine."""
+        body = {"lora_name": tag, "config_dict": dict(config), "serialized_named_tensors": payload_R}
+        self._call("POST", "/load_lora_adapter_from_tensors", {**body, "load_format": LOAD_FORMAT}, deadline)
+
+    def unload_adapter(self, tag: str, deadline: Deadline) -> None:
+        """Unload one; the engine waits for the requests that use it."""
+        self._call("POST", "/unload_lora_adapter", {"lora_name": tag}, deadline)
 
     def is_paused(self, deadline: Deadline) -> bool:
         """Whether requests wait; `/ready` answers 503 then."""

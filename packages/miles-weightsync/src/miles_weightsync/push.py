@@ -15,7 +15,7 @@ import hashlib
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .adapter import AdapterOrder, AdapterPushes
 from .buckets import ALIGN_BYTES, Bucket, make_buckets
 from .collective import Ranks, host_id
 from .config import PushConfig
@@ -66,6 +67,7 @@ class Pusher:
         self._ranks = Ranks(group, timeout_s=config.timeout_s)
         self._staging = Staging(self._ranks, kind=config.staging)
         self._staged = StagedPushes(self._ranks, config, api_key) if config.way == "staged" else None
+        self._adapters = AdapterPushes(self._ranks, timeout_s=config.timeout_s, api_key=api_key)
         self._busy = threading.Lock()
         self._version: int | None = None
         self._planned: tuple[object, tuple[Bucket, ...]] | None = None
@@ -104,6 +106,41 @@ class Pusher:
             raise
         finally:
             self._busy.release()
+
+    def push_adapter(
+        self, shards: Iterable[ShardLike], *, name: str, version: int, adapter_config: Mapping[str, object]
+    ) -> SyncReport:
+        """Load a LoRA adapter alone; requests name it `NAME@VERSION` as their `lora_path`. Collective.
+
+        The version before it stays loaded for the requests that use it, older ones are unloaded.
+
+        Args:
+            shards: this rank's blocks of the adapter's tensors, under PEFT's names.
+            name: of the adapter, the same for all versions.
+            version: of this push.
+            adapter_config: content of PEFT's `adapter_config.json`.
+
+        Raises:
+            ShardError: the shards do not make whole tensors. No engine was touched.
+            SyncError: an engine or a rank failed. The others have the new version beside the old one.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise SyncError("Another push of this Pusher is running; pushes must follow one another.", phase="prepare")
+        start = time.monotonic()
+        try:
+            outcomes = self._adapters.push(shards, AdapterOrder(name, version, adapter_config), self._engines)
+        finally:
+            self._busy.release()
+        _raise_failures(outcomes, version)
+        return summarize(
+            version=version,
+            num_bytes=max(outcome.bytes for outcome in outcomes),
+            num_tensors=0,
+            num_buckets=1,
+            leader_seconds={},
+            total_seconds=time.monotonic() - start,
+            engines=outcomes,
+        )
 
     def verify(self, shards: Iterable[ShardLike]) -> dict[str, Differences]:
         """Compare every parameter of every engine with the shards, in the `staged` way. Collective; by engine URL.

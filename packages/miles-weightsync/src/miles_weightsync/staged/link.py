@@ -55,6 +55,12 @@ class Link:
             raise SyncError(
                 f"{client.url} was started without a receiver; add `--custom-weight-loader {LOADER}`.", phase="attach"
             )
+        if int(info.get("dp_size") or 1) > 1 and not info.get("enable_dp_attention"):
+            raise SyncError(
+                f"{client.url} runs {info['dp_size']} data-parallel replicas, for which SGLang refuses tensor updates; "
+                "use one engine a replica.",
+                phase="attach",
+            )
         roles = ["target", *(["draft"] if info.get("speculative_algorithm") in ("EAGLE", "NEXTN") else [])]
         link = cls(client, rendezvous.expect(), int(info.get("tp_size") or 1), roles)
         was_paused = client.is_paused(deadline)

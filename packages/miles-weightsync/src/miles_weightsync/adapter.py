@@ -1,0 +1,143 @@
+"""LoRA adapters alone: a new version is loaded beside the old one, so that no request ever sees half of it.
+
+```
+ every rank   shards ─▶ one bucket in shared memory of its own
+ leader        └▶ load NAME@12 on every engine ─▶ requests name it from now on ─▶ unload NAME@10
+```
+Nothing pauses: requests that run with `NAME@11` end with it. SGLang keeps an adapter's tensors where it found them, so
+every version has memory of its own, which the engine holds until it unloads the adapter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from .buckets import Bucket, make_buckets
+from .collective import Ranks, host_id
+from .engine import Deadline, EngineClient, is_local
+from .errors import EngineRequestError, ShardError, SyncError, WeightSyncError
+from .guard import exclusive
+from .layout import ShardSpec
+from .payload import encode
+from .report import EngineOutcome
+from .shard import ShardLike, collect
+from .staging import Stage, Staging, write_bucket
+
+_KEPT = 2
+"""Versions that stay loaded: the newest, and the one that running requests may still use."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """One version of one adapter."""
+
+    name: str
+    version: int
+    config: Mapping[str, object]
+    """Content of PEFT's `adapter_config.json`."""
+
+    @property
+    def tag(self) -> str:
+        """What requests give as `lora_path`."""
+        return f"{self.name}@{self.version}"
+
+
+class AdapterPushes:
+    """Which versions are loaded where."""
+
+    def __init__(self, ranks: Ranks, *, timeout_s: float, api_key: str | None) -> None:
+        self._ranks, self._timeout_s, self._api_key = ranks, timeout_s, api_key
+        self._loaded: dict[tuple[str, str], list[str]] = {}
+        """By engine and adapter, tags from old to new."""
+
+    def push(self, shards: Iterable[ShardLike], order: AdapterOrder, urls: Sequence[str]) -> tuple[EngineOutcome, ...]:
+        """Collective over the ranks. The outcomes are the same on all of them.
+
+        Raises:
+            ShardError: the shards do not make whole tensors.
+            SyncError: the trainer side failed.
+        """
+        blocks: dict[ShardSpec, torch.Tensor] = {}
+
+        def read() -> tuple[str, list[ShardSpec]]:
+            blocks.update(collect(shards))
+            return host_id(), list(blocks)
+
+        said_R = self._ranks.agree("prepare", read)
+        buckets = make_buckets([specs for _, specs in said_R], bucket_bytes=1 << 62)
+        if not buckets:
+            raise ShardError("No rank gave a shard; there is no adapter to push.")
+        local_R = [host == said_R[0][0] for host, _ in said_R]
+        staging = Staging(self._ranks, kind="shm")
+        try:
+            staging.ensure(buckets, is_local=local_R[self._ranks.rank])
+            self._ranks.agree("write", lambda: self._write(buckets[0], staging, blocks, local_R))
+
+            def load() -> tuple[EngineOutcome, ...]:
+                if not self._ranks.is_leader:
+                    return ()
+                with exclusive(urls), ThreadPoolExecutor(len(urls), thread_name_prefix="push adapter") as pool:
+                    stage = staging.stages[0]
+                    return tuple(pool.map(lambda url: self._load(url, order, buckets[0], stage), urls))
+
+            return self._ranks.agree("load", load)[0]
+        finally:
+            staging.close()
+
+    def _write(
+        self, bucket: Bucket, staging: Staging, blocks: Mapping[ShardSpec, torch.Tensor], local_R: list[bool]
+    ) -> None:
+        data = staging.stages[0].data if staging.stages else None
+        write_bucket(bucket, data, blocks, ranks=self._ranks, local_R=local_R)
+
+    def _load(self, url: str, order: AdapterOrder, bucket: Bucket, stage: Stage) -> EngineOutcome:
+        start, deadline = time.monotonic(), Deadline(self._timeout_s)
+        client = EngineClient(url, api_key=self._api_key)
+        loaded = self._loaded.setdefault((url, order.name), [])
+        error = reason = None
+        try:
+            info = client.server_info(deadline)
+            _check(url, info)
+            if order.tag in loaded:
+                client.unload_adapter(order.tag, deadline)
+                loaded.remove(order.tag)
+            payload_R = [encode(bucket, stage.handle(bucket)) for _ in range(int(info.get("tp_size") or 1))]
+            client.load_adapter(order.tag, order.config, payload_R, deadline)
+            loaded.append(order.tag)
+            reason = self._unload(client, loaded, deadline)
+        except WeightSyncError as problem:
+            error = str(problem)
+        finally:
+            client.close()
+        return EngineOutcome(
+            url=url,
+            ok=error is None,
+            phase=None if error is None else "load",
+            error=error,
+            seconds={"load": time.monotonic() - start},
+            reason=reason,
+            bytes=bucket.nbytes if error is None else 0,
+            serves=order.version if error is None else None,
+        )
+
+    def _unload(self, client: EngineClient, loaded: list[str], deadline: Deadline) -> str | None:
+        """Unload what is too old; the engine waits for requests that use it. What fails is tried again next time."""
+        for tag in loaded[:-_KEPT]:
+            try:
+                client.unload_adapter(tag, deadline)
+            except EngineRequestError as error:
+                return f"{tag} could not be unloaded and takes memory until the next push: {error}"
+            loaded.remove(tag)
+        return None
+
+
+def _check(url: str, info: Mapping[str, object]) -> None:
+    if not info.get("enable_lora"):
+        raise SyncError(f"{url} was started without `--enable-lora`.", phase="load")
+    if not is_local(url):
+        raise SyncError("it is on another host, where shared memory does not reach.", phase="load")
