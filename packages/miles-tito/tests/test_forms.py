@@ -203,6 +203,20 @@ async def test_a_forced_turn_stands_in_its_trajectory_and_is_not_trained(tokeniz
     assert [entry["node"] for entry in after["dropped"]] == [0]
 
 
+async def test_an_engine_that_does_not_keep_to_a_form_is_an_error(tokenizer: Tokenizer, open_chat: OpenChat):
+    async with open_chat(ScriptedEngine(["no", "no", "{", "so {"], tokenizer=tokenizer)) as chat:
+        answers = [
+            await chat.post([USER], tools=TOOLS, tool_choice="required"),
+            await chat.post([USER], response_format={"type": "json_object"}),
+            await chat.post([USER], response_format={"type": "json_object"}, max_tokens=1),
+            await chat.post([USER], response_format={"type": "json_object"}, stop=["{"]),
+        ]
+        tree = (await chat.http.get(f"{chat.server}/sessions/s", headers=chat.auth)).json()
+    assert [answer.status_code for answer in answers] == [502, 502, 200, 200], "what was cut off may be of any form"
+    assert "`tool_choice` forces" in answers[0].json()["error"]["message"]
+    assert (tree["num_turns"], tree["num_discarded"]) == (2, 2)
+
+
 async def test_an_interrupted_forced_reply_begins_anew(tokenizer: Tokenizer, open_chat: OpenChat):
     ids = [*tokenizer.encode("{}").tolist(), tokenizer.eos_ids[0]]
     cut = Reply(ids=ids[:1], finish_reason=FinishReason.ABORT)

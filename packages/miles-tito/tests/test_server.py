@@ -212,6 +212,30 @@ async def test_messages_that_cannot_be_rendered_are_refused(case: str, tokenizer
         raise ValueError(response.json()["error"]["message"])
 
 
+@pytest.mark.parametrize(
+    ("opening", "why"),
+    [
+        ({"sampling": {"tempratur": 1}}, "tempratur"),
+        ({"sampling": {"top_p": 2}}, "top_p"),
+        ({"tools": [{"a": 3}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 7}}]}, "parameters"),
+        ({"ttl_s": -1}, "ttl_s"),
+        ({"metadta": {}}, "metadta"),
+        ({"family": "llama-9"}, "llama-9"),
+    ],
+)
+async def test_an_opening_that_says_nothing_sensible_is_refused(
+    opening: dict[str, Any], why: str, tokenizer: Tokenizer, open_chat: OpenChat
+):
+    async with open_chat(ScriptedEngine([], tokenizer=tokenizer)) as chat:
+        answer = await chat.http.post(f"{chat.server}/sessions", json=opening)
+        held = (await chat.http.get(f"{chat.server}/health")).json()
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert held["sessions"] == 1
+
+
 async def test_labels_without_effect_are_accepted(tokenizer: Tokenizer, open_chat: OpenChat):
     engine = ScriptedEngine(["x"], tokenizer=tokenizer)
     async with open_chat(engine) as chat:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 
@@ -31,31 +32,67 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run a session server in front of an engine")
     serve.add_argument(
-        "--engine", required=True, nargs="+", metavar="URL", help="SGLang servers, or the router before several"
+        "--engine",
+        required=True,
+        nargs="+",
+        type=_url,
+        metavar="URL",
+        help="SGLang servers, or the router before several",
     )
     serve.add_argument("--tokenizer", required=True, help="folder with tokenizer.json and the chat template")
     serve.add_argument("--family", default="auto", help="model family; auto proves the template (default)")
     serve.add_argument("--model", default="policy", help="model name that answers carry (default: policy)")
     serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8300, help="0 takes a free one (default: 8300)")
-    serve.add_argument("--max-context", type=int, help="default: max_position_embeddings of the folder's config.json")
+    serve.add_argument("--port", type=_number(0, 65535), default=8300, help="0 takes a free one (default: 8300)")
+    serve.add_argument(
+        "--max-context", type=_number(1), help="default: max_position_embeddings of the folder's config.json"
+    )
     serve.add_argument("--temperature", type=float, default=1.0, help="for sessions that open without sampling")
-    serve.add_argument("--max-tokens", type=int, default=512, help="a turn, for sessions that open without sampling")
+    serve.add_argument(
+        "--max-tokens", type=_number(1), default=512, help="a turn, for sessions that open without sampling"
+    )
     serve.add_argument("--api-key", help="needed to open sessions; none: anybody may")
     serve.add_argument("--engine-api-key")
     serve.add_argument("--routed-experts", action="store_true", help="record each token's experts")
-    serve.add_argument("--idle-timeout-s", type=float, default=3600.0, help="forget a session unused for this long")
+    serve.add_argument("--idle-timeout-s", type=_seconds, default=3600.0, help="forget a session unused for this long")
     serve.add_argument("--state-dir", help="folder where sessions outlive this server; none: they end with it")
-    serve.add_argument("--grace-s", type=float, default=10.0, help="for turns under way at the end (default: 10)")
+    serve.add_argument("--grace-s", type=_seconds, default=10.0, help="for turns under way at the end (default: 10)")
     verify = commands.add_parser(
         "verify", help="prove exact joins for a tokenizer folder, or name the case that breaks"
     )
     verify.add_argument("--tokenizer", required=True, help="folder with tokenizer.json and the chat template")
     verify.add_argument("--family", default="auto", help="model family; auto reads it off the template (default)")
     verify.add_argument("--seed", type=int, default=0, help="of the random conversations (default: 0)")
-    verify.add_argument("--conversations", type=int, default=200, help="random ones to play (default: 200)")
+    verify.add_argument("--conversations", type=_number(0), default=200, help="random ones to play (default: 200)")
     verify.add_argument("--json", action="store_true", help="every case as JSON instead of a table")
     return parser
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL like http://127.0.0.1:30000")
+    return text
+
+
+def _number(least: int, most: int | None = None) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no integer {f'from {least} to {most}' if most else f'of at least {least}'}"
+            )
+        return int(text)
+
+    return read
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from .errors import RequestError
 from .families.base import CallShape, Family, Schemas
+from .records import Message
 
 _LINE_BREAKS = {"type": "regex", "pattern": "\\n{0,2}"}
 
@@ -35,6 +36,17 @@ class Form:
     def key(self) -> str:
         """Equal for forms that force the same."""
         return msgspec.json.encode([self.schema, self.names, self.one], order="deterministic").decode()
+
+
+def is_kept(form: Form, reply: Message) -> bool:
+    """Whether a reply that ended by itself has the form; an engine that takes no grammar would give any."""
+    if form.schema is None:
+        return bool(reply.get("tool_calls"))
+    try:
+        msgspec.json.decode(reply["content"])
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def structural_tag(form: Form, family: Family, schemas: Schemas, *, in_reasoning: bool) -> str:

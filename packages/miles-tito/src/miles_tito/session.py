@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from .classify import classify
-from .errors import RequestError, TemplateError
+from .errors import EngineError, RequestError, TemplateError
 from .families.parser import TurnParser
-from .forms import Form, structural_tag
+from .forms import Form, is_kept, structural_tag
 from .generation import GenerateRequest, Generation
 from .hints import Hints
 from .merge import Joiner, Setting
@@ -61,6 +61,7 @@ class Turn:
     request: GenerateRequest
     reader: TurnReader
     setting: Setting
+    form: Form | None = None
     pieces: list[Generation] = field(default_factory=list[Generation])
 
 
@@ -213,14 +214,23 @@ class Session:
         )
         new.images = images
         new.form = form.key if form else ""
-        return Turn(node=new, request=request, reader=reader, setting=plan.setting)
+        return Turn(node=new, request=request, reader=reader, setting=plan.setting, form=form)
 
     def commit(self, turn: Turn, generation: Generation) -> Node:
-        """Record the whole answer to `turn`, whose reader has read it."""
+        """Record the whole answer to `turn`, whose reader has read it.
+
+        Raises:
+            EngineError: the engine did not keep to the form that it was asked for; nothing is recorded.
+        """
         node = turn.node
         reply = turn.reader.message(call_prefix(turn.request.rid))
         finish = generation.finish_reason
         assert finish is not None, "only a finished generation is recorded"
+        if turn.form and finish is FinishReason.STOP and not (turn.reader.stop_string or is_kept(turn.form, reply)):
+            raise EngineError(
+                f"The engine did not keep to the form that `{turn.form.param}` forces; it needs a grammar backend that "
+                f"reads structural tags. It wrote: {reply['content']!r:.200}"
+            )
         node.completion_ids = generation.output_ids
         node.logprobs = generation.logprobs
         node.versions = generation.versions

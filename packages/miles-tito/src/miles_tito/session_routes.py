@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from .answers import JSON
-from .dialects.fields import wrong
+from .dialects.chat import read_tools
+from .dialects.fields import refused, wrong
 from .errors import MissingDependency, RequestError, SampleError
 from .export import to_samples
 from .hub import OWN, Hub
@@ -90,7 +91,9 @@ class SessionRoutes:
             raise RequestError(
                 "Opening a session needs the server's API key as a bearer token.", status=401, code="invalid_api_key"
             )
-        opening = _read(await request.body() or b"{}", Opening)
+        body = await request.body() or b"{}"
+        opening = _read(body, Opening)
+        _check_opening(body, opening)
         if opening.session_id == OWN:
             raise wrong("session_id", OWN, "another id; this one stands for the bearer token's own session")
         live, api_key = self.hub.open(**{name: getattr(opening, name) for name in opening.__struct_fields__})
@@ -182,6 +185,15 @@ def _samples(session: Session, trajectories: tuple[Trajectory, ...], grade: Grad
         replace(sample, reward=grade.reward, metadata={**sample.metadata, **grade.metadata})
         for sample in to_samples(episode, advantage)
     ]
+
+
+def _check_opening(body: bytes, opening: Opening) -> None:
+    """What the types alone let through."""
+    read_tools({"tools": opening.tools})
+    if opening.sampling is not None:
+        unknown = sorted(set(msgspec.json.decode(body)["sampling"]) - {field.name for field in fields(Sampling)})
+        if unknown:
+            raise refused("sampling", f"Fields that no sampling has: {', '.join(unknown)}.")
 
 
 def _read(body: bytes, cls: type[T]) -> T:

@@ -118,14 +118,8 @@ class Dialect(Protocol):
 
 def openai_error(problem: RequestError) -> dict[str, Any]:
     """An error in OpenAI's shape."""
-    kinds = {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        404: "not_found_error",
-        409: "conflict_error",
-        413: "invalid_request_error",
-    }
-    kind = kinds.get(problem.status, "server_error")
+    kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+    kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code}}
 
 

@@ -70,7 +70,7 @@ class ChatDialect:
         check_parallel(given, form)
         request = TurnRequest(
             messages=tuple(normalize(given.get("messages"))),
-            tools=_tools(given),
+            tools=read_tools(given),
             variables=fields.mapping(given, "chat_template_kwargs"),
             max_tokens=max_tokens,
             stop=fields.strings(given, "stop"),
@@ -170,7 +170,12 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+def read_tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+    """The functions under `tools`, none where the model shall call none, None where the field is absent.
+
+    Raises:
+        RequestError: they are none, or not only functions.
+    """
     tools = fields.sequence(given, "tools")
     for tool in tools:
         tool = fields.item(tool, "tools")
@@ -179,6 +184,7 @@ def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
             raise fields.wrong("tools", tool, 'objects like {"type": "function", "function": {"name": …}}')
+        fields.mapping(cast("dict[str, Any]", function), "parameters")
     if given.get("tool_choice") == "none":
         return ()
     return tuple(tools) if "tools" in given else None
