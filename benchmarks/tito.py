@@ -1,4 +1,4 @@
-"""What the session server costs: time added to a turn, turns a second, collection, memory, against rendering anew.
+"""What the session server costs: time added to a turn, turns a second, collection, memory, joins against other ways.
 
     python benchmarks/tito.py                       about two minutes, with the tokenizer of ../shared
     python benchmarks/tito.py --tokenizer FOLDER    with yours
@@ -24,73 +24,22 @@ import re
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from miles_tito import Session, Tokenizer, load_tokenizer
-from miles_tito.families import choose_family
-from miles_tito.generation import Generation, one_version
-from miles_tito.merge import Joiner
-from miles_tito.messages import normalize
-from miles_tito.records import FinishReason
+from miles_tito import Tokenizer, load_tokenizer
 from miles_tito.wire import decode_samples
+from tito_joins import REPLY_TOKENS, WORDS, Row, rows_of_joins, unpack
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers" / "qwen3.tar.xz"
 CONTEXTS = {"1k": 1024, "8k": 8 * 1024, "32k": 32 * 1024, "128k": 128 * 1024}
 TARGET_ADDED_MS = {"32k": 3.0, "128k": 8.0}
-REPLY_TOKENS = 16
-WORDS = "the quick brown fox jumps over a lazy dog while seven tests pass in two files "
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the table."""
-
-    what: str
-    value: float
-    unit: str
-    target: str = ""
-    met: bool | None = None
-
-
-def rows_of_memory_and_joins(tokenizer: Tokenizer, family: str) -> Iterator[Row]:
-    """Without HTTP: what a session holds, and its join against rendering and encoding everything."""
-    session = Session("bench", Joiner(tokenizer, choose_family(family, tokenizer)), max_context=10**7)
-    messages: list[dict[str, Any]] = []
-    joins: list[float] = []
-    for _ in range(66):
-        messages.append({"role": "user", "content": WORDS * 33})
-        began = time.perf_counter()
-        plan = session.plan(normalize(messages))
-        ids = session.encode(plan)
-        joins.append(time.perf_counter() - began)
-        turn = session.begin(plan, ids, rid="bench")
-        sampled = np.append(tokenizer.encode("ok " * (REPLY_TOKENS - 1))[: REPLY_TOKENS - 1], tokenizer.eos_ids[0])
-        turn.reader.feed(sampled)
-        turn.reader.finish()
-        logprobs = np.full(len(sampled), -0.5, np.float32)
-        versions = one_version(len(sampled), 0)
-        done = Generation(output_ids=sampled, logprobs=logprobs, versions=versions, finish_reason=FinishReason.STOP)
-        messages.append(dict(session.commit(turn, done).message))
-    [path] = session.pick().paths
-    arrays = [array for node in path for array in (node.prompt_ids, node.completion_ids, node.logprobs)]
-    tokens = sum(len(node.prompt_ids) + len(node.completion_ids) for node in path)
-    held = sum(array.nbytes for array in arrays) / tokens
-    yield Row(what="held, numpy", value=held, unit="bytes/token", target="<= 16", met=held <= 16)
-    began = time.perf_counter()
-    tokenizer.encode(tokenizer.render(normalize(messages)))
-    full = (time.perf_counter() - began) * 1000
-    join = statistics.median(joins[-10:]) * 1000
-    yield Row(what=f"join at {tokens // 1000}k, no HTTP", value=join, unit="ms")
-    yield Row(what=f"render and encode anew at {tokens // 1000}k", value=full, unit="ms")
-    yield Row(what="anew / join", value=full / join, unit="times")
 
 
 class Client:
@@ -270,7 +219,7 @@ async def running(*command: str) -> AsyncIterator[str]:
 async def measure(folder: Path, family: str) -> list[Row]:
     tokenizer = load_tokenizer(folder)
     ids = [*tokenizer.encode("ok " * REPLY_TOKENS)[: REPLY_TOKENS - 1].tolist(), tokenizer.eos_ids[0]]
-    rows = list(rows_of_memory_and_joins(tokenizer, family))
+    rows = list(rows_of_joins(folder, family))
     limits = ["--max-context", "1000000", "--max-tokens", "512", "--port", "0", "--family", family]
     async with (
         running(__file__, "--engine-ids", json.dumps(ids)) as engine,
@@ -299,9 +248,7 @@ def main() -> int:
         if folder is None:
             if not SHARED.exists():
                 parser.error(f"{SHARED} is not there; give --tokenizer FOLDER")
-            with tarfile.open(SHARED) as tar:
-                tar.extractall(name, filter="data")
-            folder = Path(name) / "qwen3"
+            folder = unpack(SHARED, name)
         rows = asyncio.run(measure(folder, args.family))
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))

@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import sys
-import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 from miles_tito import load_tokenizer
-from tito import REPLY_TOKENS, SHARED, WORDS, Client, open_session, running
+from tito import SHARED, Client, open_session, running
+from tito_joins import REPLY_TOKENS, WORDS, unpack
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "miles-tito" / "tests"))
 
@@ -146,9 +146,7 @@ def main() -> int:
         if folder is None:
             if not SHARED.exists():
                 parser.error(f"{SHARED} is not there; give --tokenizer FOLDER")
-            with tarfile.open(SHARED) as tar:
-                tar.extractall(name, filter="data")
-            folder = Path(name) / "qwen3"
+            folder = unpack(SHARED, name)
         return asyncio.run(run(args, folder))
 
 
