@@ -12,16 +12,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import xxhash
 import zstandard
 
 from .errors import DeltaError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 Codec = Literal["fast", "small"]
 CODECS: tuple[Codec, ...] = ("fast", "small")
@@ -99,7 +96,7 @@ def read_blob(data: bytes | memoryview | np.ndarray) -> Blob:
     Raises:
         DeltaError: `data` is not a delta, is cut short, or was changed.
     """
-    view = memoryview(cast("ReadableBuffer", data)).cast("B")
+    view = memoryview(cast("bytes", data)).cast("B")
     start = _HEADER.size + _DIGEST_BYTES
     if len(view) < start:
         raise DeltaError(f"A delta has a header of {start} bytes; these are only {len(view)}. Fetch it again.")
