@@ -362,6 +362,19 @@ async def test_experts_are_asked_for_from_the_first_token_without(
     )
 
 
+async def test_a_forced_form_goes_to_the_engine_as_its_grammar(served: Any):
+    fake = FakeSGLang(answer([7, 2]), answer([7, 2]))
+    async with served(fake.app) as url:
+        engine = SGLangEngine(url)
+        await engine.generate(request(structural_tag='{"type":"structural_tag"}'))
+        await engine.generate(request())
+        await engine.aclose()
+    assert [body["sampling_params"].get("structural_tag") for body in fake.bodies] == [
+        '{"type":"structural_tag"}',
+        None,
+    ]
+
+
 async def test_without_a_layout_no_experts_are_asked_for(served: Any):
     server = FakeSGLang(answer([7, 2]))
     async with served(server.app) as url:

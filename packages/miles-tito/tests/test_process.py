@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from miles_tito import Tokenizer
+from miles_tito.cli import main
 from small_tokenizer import write_tokenizer
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -71,9 +72,9 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: str, folder: Path, port: int) -> AsyncIterator[Server]:
+async def serving(engine: str, folder: Path, port: int, *, grace_s: int = 20) -> AsyncIterator[Server]:
     command = ["serve", "--engine", engine, "--tokenizer", str(folder / "tokenizer"), "--max-context", "4000"]
-    command += ["--port", str(port), "--state-dir", str(folder / "state"), "--grace-s", "20"]
+    command += ["--port", str(port), "--state-dir", str(folder / "state"), "--grace-s", str(grace_s)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "miles_tito", *command),
         stdout=asyncio.subprocess.PIPE,
@@ -175,3 +176,40 @@ async def test_a_server_told_to_stop_lets_turns_under_way_finish_and_says_so(
     assert server.process.returncode == -signal.SIGTERM
     assert "Shut down with 1 turns under way: 1 finished, 0 aborted." in log
     assert client.messages[-1]["content"] == "word"
+
+
+async def test_a_server_told_to_stop_aborts_what_takes_too_long_and_names_it(
+    tokenizer: Tokenizer, served: Any, tmp_path: Path, port: int
+):
+    write_tokenizer(tmp_path / "tokenizer")
+    engine = Engine(tokenizer, hold_from=0)
+    async with served(engine.app) as url, httpx.AsyncClient(trust_env=False, timeout=30) as http:
+        client = Client(http, port)
+        async with serving(url, tmp_path, port, grace_s=1) as server:
+            await client.open()
+            last = asyncio.create_task(client.say("a"))
+            await engine.held.wait()
+            log = await server.end(signal.SIGTERM)
+            with pytest.raises((httpx.TransportError, AssertionError)):
+                await last
+        await engine.aborted.wait()
+        engine.go.set()
+    assert f"Shut down with 1 turns under way: 0 finished, 1 aborted ({engine.rids[0]})." in log
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("serve", "--engine", "somewhere"), "no URL"),
+        (("serve", "--engine", "http://x", "--port", "70000"), "from 0 to 65535"),
+        (("serve", "--engine", "http://x", "--max-context", "-5"), "at least 1"),
+        (("serve", "--engine", "http://x", "--grace-s", "soon"), "seconds"),
+        (("verify", "--conversations", "-3"), "at least 0"),
+    ],
+)
+def test_a_flag_that_says_nothing_sensible_is_refused(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main([*words, "--tokenizer", "nowhere"])
+    assert why in capsys.readouterr().err

@@ -64,7 +64,7 @@ def structural_tag(form: Form, family: Family, schemas: Schemas, *, in_reasoning
     if form.schema is not None:
         if schemas:
             raise _refused(form, 'A reply is JSON or may call tools, not both. Add "tool_choice": "none".')
-        elements: list[Any] = [{"type": "json_schema", "json_schema": form.schema}]
+        elements = [_json(form.schema)]
     else:
         elements = _calls(form, family, schemas)
     tag = {
@@ -93,8 +93,13 @@ def _calls(form: Form, family: Family, schemas: Schemas) -> list[Any]:
 
 
 def _tag(shape: CallShape, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"type": "json_schema", "json_schema": schema or {"type": "object"}, "style": shape.style}
+    content = {**_json(schema or {"type": "object"}), "style": shape.style}
     return {"type": "tag", "begin": shape.begin.replace("NAME", name), "content": content, "end": shape.end}
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    # Models that are not sure of a value may write blanks for ever.
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 2}
 
 
 def _thought(family: Family, in_reasoning: bool) -> list[Any]:
