@@ -8,7 +8,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,7 +208,7 @@ async def test_a_forced_form_is_kept_to_and_stays_out_of_training(served: Served
     as_json = {"type": "json_schema", "json_schema": {"name": "walk", "schema": schema}}
     user = {"role": "user", "content": "which way?"}
     async with session_server(served) as sessions, httpx.AsyncClient(timeout=120, trust_env=False) as http:
-        policy = await sessions.open("forced", sampling=SAMPLING)
+        policy = await sessions.open("forced", sampling=replace(SAMPLING, max_tokens=300))
         reply = await _whole(http, policy, {"messages": [user], "response_format": as_json})
         other = {"type": "function", "function": {"name": "walk", "parameters": schema}}
         asked = {
