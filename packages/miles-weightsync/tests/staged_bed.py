@@ -11,14 +11,15 @@ import hashlib
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from miles_weightsync.config import LOADER
 from miles_weightsync.planner import ModelShape, SGLang
 from miles_weightsync.receiver import Receiver
-from miles_weightsync.staged.link import LOADER
 from weightsync_fakes import AShard
 
 CONFIG: dict[str, Any] = {
@@ -138,6 +139,8 @@ class BedEngine:
         self.version = "0"
         self.is_paused = self.has_session = False
         self.is_dead = False
+        self.load_cpu_s = 0.0
+        """CPU seconds of the thread that carried out the last command in the engine."""
         self.requests: list[str] = []
         self.fails: dict[str, int] = {}
         """Path to the number of its next requests that fail after having been carried out."""
@@ -249,9 +252,11 @@ class BedEngine:
             return 400, {"success": False, "message": "must run between begin and end"}
         assert body["load_format"] == LOADER
         assert not body["flush_cache"]
+        started = time.thread_time()
         with self._gpu:
             for rank, payload in enumerate(body["serialized_named_tensors"]):
                 ((command, tensor),) = pickle.loads(base64.b64decode(payload, validate=True))
                 assert tensor.numel() == 0
                 self.receivers[rank].run(self.models[rank], json.loads(command))
+        self.load_cpu_s = time.thread_time() - started
         return 200, {"success": True}

@@ -9,6 +9,9 @@ from .errors import PushConfigError
 
 Pause = Literal["retract", "in_place", "abort"]
 
+LOADER = f"{__package__}.receiver.load"
+"""Engines that `staged` pushes reach are started with `--custom-weight-loader` and this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushConfig:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+from miles_rollout.engines import EngineConfig
+from miles_weightsync.config import LOADER, PushConfig
 
 from miles_core.config import Config
 from miles_core.parts import Note
@@ -39,7 +43,7 @@ class RayParts:
         name, engines = next((n, e) for n, e in self._config.engines.items() if e.role == "rollout")
         fleet = Fleet(
             name,
-            engines,
+            with_receiver(engines, self._config.sync),
             model=model,
             log=self._run_dir.log,
             sessions=self._sessions,
@@ -67,3 +71,12 @@ class RayParts:
     def _note(self, kind: str, subject: str, text: str) -> None:
         if self._listener is not None:
             self._listener(kind, subject, text)
+
+
+def with_receiver(engines: EngineConfig, sync: PushConfig) -> EngineConfig:
+    """Engines as `sync` needs them to be started; those that run already must have been started so."""
+    if sync.way != "staged" or engines.urls:
+        return engines
+    given = engines.options.get("custom-weight-loader", ())
+    loaders = [given] if isinstance(given, str) else [*given]
+    return replace(engines, options={**engines.options, "custom-weight-loader": [*loaders, LOADER]})

@@ -12,14 +12,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from ..config import LOADER
 from ..engine import Deadline, EngineClient
 from ..errors import EngineRequestError, SyncError
 from ..wire import Channel, ConnectionLost, Message
 from .rendezvous import Rendezvous, address_towards
 from .tables import EngineShape
-
-LOADER = f"{(__package__ or '').rpartition('.')[0]}.receiver.load"
-"""Import path of the receiver, which the engine must have been started with."""
 
 _HELLO_S = 20.0
 _LAYOUT_KEYS = (
