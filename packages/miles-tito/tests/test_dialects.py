@@ -365,6 +365,22 @@ async def test_what_a_session_pins_is_named(tokenizer: Tokenizer, open_chat: Ope
         assert answer.headers["x-miles-pinned"] == "reasoning.effort,text.verbosity"
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_tool_that_asks_for_its_schema_to_be_kept_is_told_that_it_is_not(
+    path: str, tokenizer: Tokenizer, open_chat: OpenChat
+):
+    tools: Any = {
+        "chat/completions": [{"type": "function", "function": {"name": "f", "strict": True}}],
+        "responses": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "strict": True}]}],
+        "messages": [{"name": "f", "input_schema": {}, "strict": True}],
+    }[path]
+    asked: dict[str, Any] = {"input": "q"} if path == "responses" else {"messages": [USER], "max_tokens": 9}
+    async with open_chat(ScriptedEngine(["x"], tokenizer=tokenizer)) as chat:
+        answer = await chat.http.post(f"{chat.url}/{path}", json={**asked, "tools": tools}, headers=chat.auth)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-miles-pinned"] == "tools.strict"
+
+
 FAILURES = {
     "chat/completions": lambda body: body["error"]["code"] == "engine_error",
     "responses": lambda body: body["error"]["code"] == "engine_error",

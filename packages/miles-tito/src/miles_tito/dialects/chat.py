@@ -78,7 +78,7 @@ class ChatDialect:
             stream=fields.boolean(given, "stream"),
             form=form,
             wants_logprobs=fields.boolean(given, "logprobs"),
-            pinned=tuple(pinned),
+            pinned=(*pinned, *fields.strict_tools(given)),
         )
         return request, ChatWriter(include_usage=fields.boolean(options, "include_usage"))
 

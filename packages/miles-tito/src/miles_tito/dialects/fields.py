@@ -58,6 +58,14 @@ def pinned_fields(
     return pinned
 
 
+def strict_tools(given: Mapping[str, Any]) -> list[str]:
+    """`tools.strict` where a tool asks that the arguments keep to its schema, which a session leaves to the model."""
+    tools = [cast("dict[str, Any]", tool) for tool in sequence(given, "tools") if isinstance(tool, dict)]
+    inner = [item for tool in tools for item in (tool, tool.get("function"), *sequence(tool, "tools"))]
+    asked = [item for item in inner if isinstance(item, dict) and cast("dict[str, Any]", item).get("strict") is True]
+    return ["tools.strict"] if asked else []
+
+
 def refused(param: str, text: str) -> RequestError:
     return RequestError(f"`{param}`: {text}", code="unsupported_parameter", param=param)
 

@@ -70,7 +70,7 @@ class MessagesDialect:
                 json_form(fields.mapping(fields.mapping(given, "output_config"), "format"), "output_config.format"),
                 _forced_calls(given),
             ),
-            pinned=(*pinned, *_pinned_here(given)),
+            pinned=(*pinned, *_pinned_here(given), *fields.strict_tools(given)),
         )
         return request, MessagesWriter()
 

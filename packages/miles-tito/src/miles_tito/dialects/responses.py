@@ -67,7 +67,7 @@ class ResponsesDialect:
             max_tokens=max_tokens,
             stream=fields.boolean(given, "stream"),
             form=form,
-            pinned=(*pinned, *_pinned_here(given)),
+            pinned=(*pinned, *_pinned_here(given), *fields.strict_tools(given)),
             left_out=left_out,
         )
         return request, ResponsesWriter(names)
