@@ -63,14 +63,17 @@ def encode(old: np.ndarray, new: np.ndarray, *, codec: Codec = "fast") -> bytes:
 
 def encode_decoded(decoded: Decoded) -> bytes:
     """A `fast` delta of changes that are known already (a folded chain)."""
-    wide = is_wide(decoded.positions.size, decoded.count)
-    writer = TrackWriter(is_wide=wide)
-    writer.append(decoded.positions.astype(np.uint64), decoded.diffs)
-    track = writer.finish(floor=0, elements=decoded.count)
-    about = (decoded.diffs.itemsize, decoded.count, decoded.positions.size)
-    itemsize, count, changes = about
+    positions, diffs, count = decoded.positions, decoded.diffs, decoded.count
+    track = compiled.pack(positions, diffs, count=count) or _pack(positions, diffs, count)
     return write_blob(
-        Blob(codec="fast", itemsize=itemsize, count=count, changes=changes, witness=decoded.witness, tracks=(track,))
+        Blob(
+            codec="fast",
+            itemsize=diffs.itemsize,
+            count=count,
+            changes=positions.size,
+            witness=decoded.witness,
+            tracks=(track,),
+        )
     )
 
 
@@ -153,6 +156,12 @@ def _find(old: np.ndarray, new: np.ndarray, plan: ClassPlan) -> tuple[int, tuple
         for writer, floor, size in zip(writers, plan.floors, sizes, strict=True)
     ]
     return changes, tuple(tracks), seen % (1 << 64)
+
+
+def _pack(positions: np.ndarray, diffs: np.ndarray, count: int) -> Track:
+    writer = TrackWriter(is_wide=is_wide(round(positions.size / max(count, 1) * 1e9), 10**9))
+    writer.append(positions.astype(np.uint64), diffs)
+    return writer.finish(floor=0, elements=count)
 
 
 def _unpack(track: Track, dtype: np.dtype[np.unsignedinteger]) -> tuple[np.ndarray, np.ndarray]:

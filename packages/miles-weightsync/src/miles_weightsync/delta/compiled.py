@@ -12,7 +12,7 @@ from ..native.library import STREAM_FIELDS, Reader, Rows, Writer, find_kernels
 from .blob import Track
 from .classes import ClassPlan, wrong_base
 from .errors import DeltaError
-from .tracks import is_wide
+from .tracks import MAX_CHAIN, is_wide
 
 _CHUNK = 1 << 18
 """Elements at a time: the buffers that they could fill stay in the cache as far as they do."""
@@ -32,7 +32,9 @@ def find(old: np.ndarray, new: np.ndarray, plan: ClassPlan) -> tuple[int, tuple[
     kernels = find_kernels()
     if kernels is None:
         return None
-    writers, witness, changes = _Writers(plan, old.itemsize, min(_CHUNK, old.size)), c_uint64(), 0
+    chunk = min(_CHUNK, old.size)
+    writers = _Writers(plan, chunk, old.itemsize, gaps=chunk + chunk // 254 + 16, longs=chunk // 252 + 64)
+    witness, changes = c_uint64(), 0
     floors = (c_uint32 * len(plan.floors))(*plan.floors)
     for start in range(0, old.size, _CHUNK):
         n = min(_CHUNK, old.size - start)
@@ -45,9 +47,9 @@ def find(old: np.ndarray, new: np.ndarray, plan: ClassPlan) -> tuple[int, tuple[
 class _Writers:
     """The buffers that kernels fill, one set a class, emptied after every chunk."""
 
-    def __init__(self, plan: ClassPlan, itemsize: int, chunk: int) -> None:
+    def __init__(self, plan: ClassPlan, chunk: int, itemsize: int, *, gaps: int, longs: int) -> None:
         self._plan = plan
-        sizes = (chunk + chunk // 254 + 16, chunk, chunk // 252 + 64, chunk // 2 + 1, chunk, chunk * itemsize)
+        sizes = (gaps, chunk, longs, chunk // 2 + 1, chunk, chunk * itemsize)
         self._buffers = [[np.empty(size, np.uint8) for size in sizes] for _ in plan.floors]
         self._pieces: list[list[list[np.ndarray]]] = [[[] for _ in STREAM_FIELDS] for _ in plan.floors]
         self.structs = (Writer * len(plan.floors))()
@@ -79,6 +81,22 @@ class _Writers:
             )
             for floor, writer, pieces in zip(self._plan.floors, self.structs, self._pieces, strict=True)
         )
+
+
+def pack(positions: np.ndarray, steps: np.ndarray, *, count: int) -> Track | None:
+    """The one track of changes that are known, at [n] ascending positions below `count`."""
+    kernels = find_kernels()
+    if kernels is None:
+        return None
+    plan, chunk = ClassPlan((0,), (positions.size / max(count, 1),)), min(_CHUNK, positions.size)
+    writers = _Writers(plan, chunk, steps.itemsize, gaps=chunk * (MAX_CHAIN + 1), longs=chunk * 8)
+    writers.structs[0].elements = count
+    for start in range(0, positions.size, _CHUNK):
+        where = positions[start : start + _CHUNK].astype(np.uint64)
+        moves = np.ascontiguousarray(steps[start : start + _CHUNK])
+        kernels.pack(steps.itemsize, where.ctypes.data, moves.ctypes.data, where.size, writers.structs)
+        writers.take()
+    return writers.tracks()[0]
 
 
 def unpack(track: Track, dtype: np.dtype[Any], *, limit: int) -> tuple[np.ndarray, np.ndarray] | None:

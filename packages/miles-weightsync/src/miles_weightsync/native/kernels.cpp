@@ -102,6 +102,10 @@ int64_t find_of(const void *old, const void *now, int64_t n, uint64_t start, con
   return run(static_cast<const T *>(old), static_cast<const T *>(now), n, start, classes, writers, witness);
 }
 
+template <class T> void pack_of(const uint64_t *positions, const void *steps, int64_t n, Writer *writer) {
+  for (int64_t i = 0; i < n; i++) write(*writer, positions[i], static_cast<const T *>(steps)[i]);
+}
+
 // ---- reading
 
 // Calls `sink(position, step)` for every change of the track, in order, and never with a position at or past its limit.
@@ -268,6 +272,11 @@ int64_t find_any(int size, const void *old, const void *now, int64_t n, uint64_t
   return run(old, now, n, start, floors, num_classes, writers, witness);
 }
 
+void pack_any(int size, const uint64_t *positions, const void *steps, int64_t n, Writer *writer) {
+  auto run = size == 1 ? pack_of<uint8_t> : size == 2 ? pack_of<uint16_t> : pack_of<uint32_t>;
+  run(positions, steps, n, writer);
+}
+
 int unpack_any(int size, const Reader *track, uint64_t *positions, void *steps) {
   auto run = size == 1 ? unpack_of<uint8_t> : size == 2 ? unpack_of<uint16_t> : unpack_of<uint32_t>;
   return run(track, positions, steps);
@@ -310,4 +319,4 @@ int patch_track_any(int size, void *target, const Reader *track, Rows rows, cons
 }  // namespace
 
 extern const Kernels MW_ISA;
-const Kernels MW_ISA = {find_any, unpack_any, locate_any, patch_any, patch_track_any};
+const Kernels MW_ISA = {find_any, pack_any, unpack_any, locate_any, patch_any, patch_track_any};

@@ -46,6 +46,8 @@ struct Kernels {
   // to the witness.
   int64_t (*find)(int size, const void *old, const void *now, int64_t n, uint64_t start, const uint32_t *floors,
                   int num_classes, Writer *writers, uint64_t *witness);
+  // Ascending positions and their steps go to the writer.
+  void (*pack)(int size, const uint64_t *positions, const void *steps, int64_t n, Writer *writer);
   int (*unpack)(int size, const Reader *track, uint64_t *positions, void *steps);
   // Ranks within classes to positions among `n` elements, ascending, with their steps.
   int (*locate)(int size, const void *old, uint64_t n, const uint32_t *floors, int num_classes,

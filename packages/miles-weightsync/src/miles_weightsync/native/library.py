@@ -59,6 +59,7 @@ class Kernels(Structure):
 
     _fields_ = [
         ("find", CFUNCTYPE(c_int64, c_int, c_void_p, c_void_p, c_int64, c_uint64, _FLOORS, c_int, _WRITERS, _WITNESS)),
+        ("pack", CFUNCTYPE(None, c_int, c_void_p, c_void_p, c_int64, _WRITERS)),
         ("unpack", CFUNCTYPE(c_int, c_int, POINTER(Reader), c_void_p, c_void_p)),
         ("locate", CFUNCTYPE(c_int, c_int, c_void_p, c_uint64, _FLOORS, c_int, *[c_void_p] * 6)),
         ("patch", CFUNCTYPE(c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, Rows, c_int, _WITNESS)),
