@@ -175,11 +175,27 @@ void fp8_dequantize(const uint8_t *codes, const float *scales, T *out, int64_t r
 // ---- NVFP4 by Transformer Engine's rule: blocks of 16, handled sixteen at a time where a row has so many
 
 template <class T>
+INLINE void amax_of_blocks(uint32_t *amax, const T *x, int blocks) {
+  for (int b = 0; b < blocks; b++) amax[b] = amax_of_few<16>(x + b * 16);
+}
+
+#if defined(__AVX512F__)
+INLINE void amax_of_blocks(uint32_t *amax, const Bf16 *x, int blocks) {
+  if (blocks == 16) {
+    Bits all = largest_of_blocks(x);
+    memcpy(amax, &all, sizeof all);
+  } else {
+    for (int b = 0; b < blocks; b++) amax[b] = amax_of_few<16>(x + b * 16);
+  }
+}
+#endif
+
+template <class T>
 INLINE void nvfp4_blocks(const T *x, uint8_t *codes, uint8_t *scales, int blocks, float multiplier, float decode) {
   uint32_t amax[16] = {};
   float factor[16];
   uint8_t bytes[16];
-  for (int b = 0; b < blocks; b++) amax[b] = amax_of_few<16>(x + b * 16);
+  amax_of_blocks(amax, x, blocks);
   Bits worst = {};
   for (int b = 0; b < 16; b += kLanes) {
     Bits scale = e4m3_codes(clamp(load<Floats>(amax + b) * multiplier, 448.0f));

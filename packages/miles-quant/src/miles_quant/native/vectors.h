@@ -103,6 +103,29 @@ struct Bf16 { uint16_t bits; };
 INLINE Floats load_floats(const float *from) { return load<Floats>(from); }
 INLINE Floats load_floats(const Bf16 *from) { return cast<Floats>(widen(&from->bits) << 16); }
 
+#if defined(__AVX512F__)
+// The largest magnitude of each of sixteen blocks of sixteen values that follow one another, as bits of float32: a
+// register holds two blocks, and every step folds two registers into one.
+INLINE Bits largest_of_blocks(const Bf16 *from) {
+  __m512i pairs[8];
+  for (int i = 0; i < 8; i++)
+    pairs[i] = _mm512_and_si512(_mm512_loadu_si512(from + i * 32), _mm512_set1_epi16(0x7FFF));
+  for (int i = 0; i < 4; i++) {
+    __m512i low = _mm512_unpacklo_epi64(pairs[i * 2], pairs[i * 2 + 1]);
+    pairs[i] = _mm512_max_epu16(low, _mm512_unpackhi_epi64(pairs[i * 2], pairs[i * 2 + 1]));
+  }
+  for (int i = 0; i < 2; i++) {
+    __m512 a = _mm512_castsi512_ps(pairs[i * 2]), b = _mm512_castsi512_ps(pairs[i * 2 + 1]);
+    __m512i words = _mm512_max_epu16(_mm512_castps_si512(_mm512_shuffle_ps(a, b, 0x88)),
+                                     _mm512_castps_si512(_mm512_shuffle_ps(a, b, 0xDD)));
+    words = _mm512_max_epu16(words, _mm512_shuffle_i32x4(words, words, 0xB1));
+    pairs[i] = _mm512_max_epu16(words, _mm512_slli_epi32(words, 16));
+  }
+  const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 16, 24, 17, 25, 18, 26, 19, 27);
+  return cast<Bits>(_mm512_permutex2var_epi32(pairs[0], order, pairs[1])) & 0xFFFF0000u;
+}
+#endif
+
 INLINE void store_floats(float *to, Floats value) { memcpy(to, &value, sizeof value); }
 INLINE void store_floats(Bf16 *to, Floats value) {
   Bits bits = cast<Bits>(value);
