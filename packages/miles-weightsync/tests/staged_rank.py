@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from miles_weightsync import PushConfig, WeightSyncError
 from miles_weightsync.planner import Megatron, ModelShape
 from miles_weightsync.push import Pusher
@@ -30,10 +29,17 @@ SIZE = 2
 
 def fsdp2(folder: Path, weights: dict[str, torch.Tensor]) -> Iterator[AShard]:
     """The rows that FSDP2 leaves on this rank, read from its DTensors."""
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
-    model.load_state_dict(weights)
+    model = torch.nn.Module()
+    for name, tensor in weights.items():
+        *path, leaf = name.split(".")
+        module = model
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, torch.nn.Parameter(tensor.clone()))
     mesh = init_device_mesh("cpu", (SIZE,))
-    for layer in model.model.layers:
+    for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for name, parameter in model.state_dict().items():
@@ -97,6 +103,7 @@ def main(rank: int, store: str, folder: Path) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
     )
     pushers: dict[str, Pusher] = {}
+    print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         key = f"{order['transport']} {order['source']}"

@@ -83,7 +83,8 @@ class AdapterPushes:
                     return ()
                 with exclusive(urls), ThreadPoolExecutor(len(urls), thread_name_prefix="push adapter") as pool:
                     stage = staging.stages[0]
-                    return tuple(pool.map(lambda url: self._load(url, order, buckets[0], stage), urls))
+                    loads = [pool.submit(self._load, url, order, buckets[0], stage) for url in urls]
+                    return tuple(load.result() for load in loads)
 
             return self._ranks.agree("load", load)[0]
         finally:
