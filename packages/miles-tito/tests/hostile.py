@@ -41,6 +41,7 @@ FIELDS = (
         "prompt_id",
     ),
     *("stream_options", "output_config", "context_management", "reasoning", "text", "include", "max_output_tokens"),
+    *("response_format", "logprobs", "parallel_tool_calls"),
 )
 HEADERS = {
     "x-codex-turn-metadata": ("{", "[]", '{"request_kind": 5}', '{"thread_source": "subagent"}'),

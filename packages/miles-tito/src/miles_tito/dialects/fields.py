@@ -60,10 +60,16 @@ def pinned_fields(
 
 def strict_tools(given: Mapping[str, Any]) -> list[str]:
     """`tools.strict` where a tool asks that the arguments keep to its schema, which a session leaves to the model."""
-    tools = [cast("dict[str, Any]", tool) for tool in sequence(given, "tools") if isinstance(tool, dict)]
-    inner = [item for tool in tools for item in (tool, tool.get("function"), *sequence(tool, "tools"))]
-    asked = [item for item in inner if isinstance(item, dict) and cast("dict[str, Any]", item).get("strict") is True]
+    tools = [_object(tool) for tool in sequence(given, "tools")]
+    inner = [
+        item for tool in tools for item in (tool, _object(tool.get("function")), *map(_object, sequence(tool, "tools")))
+    ]
+    asked = any(item.get("strict") is True for item in inner)
     return ["tools.strict"] if asked else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def refused(param: str, text: str) -> RequestError:
