@@ -6,6 +6,7 @@ python transport_peer.py        reads {"call": name, …} from stdin, answers {"
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,9 @@ class PeerError(Exception):
     """An error in the peer: its type and its text."""
 
 
+answers = sys.stdout
+
+
 class Calls:
     """What a peer can be told to do."""
 
@@ -116,8 +120,9 @@ class Calls:
         """Write the whole region over and over until it fails; returns how often it did not."""
         target = Region.from_json(region)
         data = pattern(seed, target.nbytes)
-        print(json.dumps({"value": "begun"}), flush=True)
         for done in range(1_000_000):
+            if done == 1:
+                print(json.dumps({"value": "begun"}), flush=True, file=answers)
             try:
                 self.outbox.wait([self.outbox.write(target, 0, data)], timeout_s=timeout_s)
             except WeightSyncError:
@@ -136,6 +141,9 @@ class Calls:
 
 
 def main() -> None:
+    global answers
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # some transfer engines write their log to stdout
     calls = Calls(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
     for line in sys.stdin:
         arguments = json.loads(line)
@@ -143,7 +151,7 @@ def main() -> None:
             answer = {"value": getattr(calls, arguments.pop("call"))(**arguments)}
         except WeightSyncError as error:
             answer = {"error": type(error).__name__, "text": str(error)}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), flush=True, file=answers)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ _MODULES = {
     "broadcast": ("broadcast", "Broadcast"),
     "nccl": ("broadcast", "Nccl"),
     "cupy_nccl": ("broadcast", "CupyNccl"),
+    "mooncake": ("mooncake", "Mooncake"),
+    "nixl": ("nixl", "Nixl"),
 }
 TRANSPORTS: tuple[str, ...] = tuple(_MODULES)
 """Names that `make_inbox` and `make_outbox` know. Some need an extra to be installed."""

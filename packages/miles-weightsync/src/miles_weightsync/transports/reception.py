@@ -30,6 +30,10 @@ class SocketInbox(InboxBase[Memory]):
         allocate: makes the memory, for instance pinned; anything that returns [n] uint8.
     """
 
+    why_not_ended = "a read into it goes on although its connection was cut."
+    patience_s = 1.0
+    """How long `release` waits for writes to end."""
+
     def __init__(
         self,
         *,
@@ -47,17 +51,21 @@ class SocketInbox(InboxBase[Memory]):
 
     def _make(self, nbytes: int, epoch: int) -> tuple[Region, Memory]:
         data, self._spare = self._spare, None
-        if data is None or data.nbytes < nbytes:
+        if data is not None and data.nbytes < nbytes:
+            self._let_go(data)
+            data = None
+        if data is None:
             try:
                 data = self._allocate(nbytes)
             except MemoryError:
                 raise TransportError(f"This process cannot allocate the {nbytes} bytes of a region.") from None
+            self._take_on(data)
         id, listener = secrets.randbits(63), self._listener
         address: dict[str, str | int] = {
             "host": listener.host, "port": listener.port, "token": listener.token, "id": id,
         }  # fmt: skip
         region = Region(transport=self.transport, nbytes=nbytes, epoch=epoch, address=address)
-        self._ids[id] = region, Memory(data)
+        self._ids[id] = region, self._memory(data)
         return self._ids[id]
 
     def _show(self, memory: Memory, region: Region) -> Bytes:
@@ -68,17 +76,37 @@ class SocketInbox(InboxBase[Memory]):
 
     def _shut_out(self, region: Region, memory: Memory, *, timeout_s: float) -> None:
         if not memory.shut_out(timeout_s):
-            raise TransportTimeout(f"A read into {region} has not ended {timeout_s:g} s after its connection did.")
+            raise TransportTimeout(f"{region} may still change after {timeout_s:g} s: {self.why_not_ended}")
 
     def _free(self, region: Region, memory: Memory) -> None:
         self._ids.pop(region.number("id"), None)
-        is_ours = memory.shut_out(1.0)
-        if is_ours and not self._is_closed and (self._spare is None or self._spare.nbytes < memory.data.nbytes):
-            self._spare = memory.data
+        if not memory.shut_out(self.patience_s):
+            self._keep_aside(memory)
+        elif self._is_closed:
+            self._let_go(memory.data)
+        else:
+            kept = sorted((data for data in (self._spare, memory.data) if data is not None), key=len)
+            self._spare = kept.pop()
+            for data in kept:
+                self._let_go(data)
 
     def _shut(self) -> None:
         self._listener.close()
-        self._spare = None
+        if self._spare is not None:
+            self._let_go(self._spare)
+            self._spare = None
+
+    def _memory(self, data: Bytes) -> Memory:
+        return Memory(data)
+
+    def _take_on(self, data: Bytes) -> None:
+        """Memory is new."""
+
+    def _let_go(self, data: Bytes) -> None:
+        """Memory goes back to the process."""
+
+    def _keep_aside(self, memory: Memory) -> None:
+        """Memory that somebody may still write to must not."""
 
     def _serve(self, connection: socket.socket, id: int, epoch: int) -> None:
         with self._lock:
