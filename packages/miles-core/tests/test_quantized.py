@@ -11,6 +11,7 @@ import torch
 import transformers
 from miles_core.config import Config, ConfigError, load_config, to_dict, to_toml
 from miles_core.config.schema import SectionError
+from miles_core.doctor import precision
 from miles_core.fingerprint import compare
 from miles_core.plan import make_plan
 from miles_core.quantized import serving_folder, serving_shards
@@ -90,6 +91,19 @@ def test_the_plan_says_what_is_quantised_and_what_engines_get(model: Path):
         plan(Recipe(format="nvfp4"))  # experts alone, and there are none
     with pytest.raises(SectionError, match="engines load as one matrix"):
         plan(Recipe(format="mxfp8", only=("q_proj",)))
+
+
+def test_the_doctor_says_what_is_quantised_or_why_nothing_can_be(model: Path):
+    def found(*words: str) -> list[tuple[str, str]]:
+        config = load_config(["--model.path", str(model), *words]).config
+        return [(finding.level, finding.message) for finding in precision.check(config)]
+
+    assert found() == []
+    [(level, message)] = found("--quant.format", "int4")
+    assert (level, message[:27]) == ("ok", "int4 · 14 of 25 tensors, 85")
+    [(level, message)] = found("--quant.format", "nvfp4")
+    assert level == "fail"
+    assert "quantises none of the model's 25 tensors" in message
 
 
 def test_a_run_does_not_go_on_in_another_precision():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from miles_core.config import Config, ConfigError, load_config
 
-from . import machine, packages, template
+from . import machine, packages, precision, template
 from .finding import Finding
 
 Check = Callable[[], Iterable[Finding]]
@@ -28,6 +28,7 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Fin
         "ray": lambda: packages.ray(),
         "packages": lambda: packages.requirements(),
         "template": lambda: template.check(model or config.model.path, family=config.model.family),
+        "quant": lambda: precision.check(config),
         "shared memory": lambda: machine.shared_memory(config),
         "disk": lambda: machine.disk(config),
         "memory": lambda: machine.memory(config),
