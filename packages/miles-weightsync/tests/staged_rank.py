@@ -64,25 +64,28 @@ def megatron(folder: Path, weights: dict[str, torch.Tensor]) -> Iterator[AShard]
 SOURCES: dict[str, Callable[[Path, dict[str, torch.Tensor]], Iterator[AShard]]] = {"fsdp2": fsdp2, "megatron": megatron}
 
 
-def kill_in_mid_transfer(group: int) -> None:
-    """Kill a server's process group once this rank has packed its first bucket."""
-    real = Sender._pack
+def after_the_first_bucket(action: Callable[[], None]) -> None:
+    """Do something once this rank has packed a bucket, of whole values or of differences."""
+    for name in ("_pack", "_content"):
+        real = getattr(Sender, name)
 
-    def pack(self: Sender, *args: Any) -> str:
-        result = real(self, *args)
-        Sender._pack = real
-        os.killpg(group, signal.SIGKILL)
-        return result
+        def pack(self: Sender, *args: Any, name: str = name, real: Any = real) -> str:
+            result = real(self, *args)
+            setattr(Sender, name, real)
+            action()
+            return result
 
-    Sender._pack = pack
+        setattr(Sender, name, pack)
 
 
 def carry_out(order: dict[str, Any], pusher: Pusher, folder: Path) -> dict[str, Any]:
     weights = torch.load(folder / f"v{order['version']}.pt")
     pusher.set_engines(order["urls"])
     shards = list(SOURCES[order["source"]](folder, weights))
+    if order.get("dies") and dist.get_rank() == 1:
+        after_the_first_bucket(lambda: os._exit(9))
     if order.get("kill") and dist.get_rank() == 0:
-        kill_in_mid_transfer(order["kill"])
+        after_the_first_bucket(lambda: os.killpg(order["kill"], signal.SIGKILL))
     try:
         report = pusher.push(shards, version=order["version"])
         engines, error = report.engines, None

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import staged_bed
 import torch
 from miles_weightsync import PushConfig, ShardError, SyncError
+from miles_weightsync.planner import ModelShape
 from miles_weightsync.push import Pusher
 from staged_bed import EMBEDDING, BedEngine, checkpoint, digests, shards
 
@@ -47,6 +49,39 @@ def test_a_full_push_then_a_delta_reach_every_rank_bit_for_bit(bed: Callable[...
     assert (second.engines[0].kind, second.engines[0].reason) == ("delta", None)
     assert second.bytes < first.bytes / 5
     assert second.engines[0].serves == 2
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3Moe": MOE,
+    "Glm4Moe": MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
+    "DeepseekV3": LATENT,
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_arrives_bit_for_bit_and_as_a_delta_too(
+    bed: Callable[..., BedEngine], monkeypatch: pytest.MonkeyPatch, family: str, tp: int
+) -> None:
+    config = staged_bed.CONFIG | {"architectures": [f"{family}ForCausalLM"]} | FAMILIES[family]
+    monkeypatch.setattr(staged_bed, "CONFIG", config)
+    monkeypatch.setattr(staged_bed, "SHAPE", ModelShape.from_hf(config))
+    engine = bed(tp=tp)
+    with Pusher([engine.url], config=CONFIG) as pusher:
+        for version, steps in ((1, 0), (2, 1)):
+            report = pusher.push(shards(checkpoint(1, steps=steps)), version=version)
+            assert_serves(engine, 1, steps=steps, stamp=version)
+        assert report.engines[0].kind == "delta"
+        (found,) = pusher.verify(shards(checkpoint(1, steps=1))).values()
+    assert found.is_equal
+    assert not found.unused
 
 
 def test_requests_run_until_the_short_commit(bed: Callable[..., BedEngine]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,59 +19,13 @@ if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("miles
 
 from miles_weightsync import PushConfig
 from miles_weightsync.push import Pusher
+from staged_trainer import Trainer
 from test_sglang import PROMPT, assert_scored_by, call, launch, make_model, running_request, state, wait_until_ready
 from weightsync_fakes import shards
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400)]
 
 LOADER = "miles_weightsync.receiver.load"
-
-
-class Trainer:
-    """Two ranks that carry out orders together."""
-
-    def __init__(self, folder: Path) -> None:
-        script = Path(__file__).with_name("staged_rank.py")
-        command = [sys.executable, str(script)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(folder / "store"), str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=env,
-            )
-            for rank in range(2)
-        ]
-
-    def wait_until_ready(self) -> None:
-        for rank in self._ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n"
-
-    def push(self, source: str, transport: str, version: int, urls: list[str], **more: object) -> dict[str, Any]:
-        order = {"source": source, "transport": transport, "version": version, "urls": urls, **more}
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(order) + "\n")
-            rank.stdin.flush()
-        answers: list[dict[str, Any]] = []
-        for rank in self._ranks:
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
-            assert line, "a trainer rank has died"
-            answers.append(json.loads(line))
-        assert answers[0] == answers[1]
-        return answers[0]
-
-    def close(self) -> None:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            assert rank.stdout is not None
-            rank.stdin.close()
-            rank.wait(60)
-            rank.stdout.close()
 
 
 @contextmanager
