@@ -33,8 +33,8 @@ class PushConfig:
     """Where buckets are staged in the `tensor` way: host shared memory, or the leader's GPU for colocated engines."""
     bucket_bytes: int = 256 * 2**20
     """Size at which a bucket is closed; two are staged at a time. A larger tensor gets a bucket of its own."""
-    transport: str = "shm"
-    """How bytes reach receivers in the `staged` way; see `miles_weightsync.transports`."""
+    transport: Literal["shm", "tcp", "mooncake", "nixl"] = "shm"
+    """How bytes reach receivers in the `staged` way. `shm`: one host. The last two need their extras."""
     delta: Literal["off", "fast", "small"] = "fast"
     """Codec for what changed since the last push, in the `staged` way. Keeps a copy of the rank's shards on the host;
     a full push is sent where a delta has no base or does not pay."""

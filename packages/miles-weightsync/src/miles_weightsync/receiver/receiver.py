@@ -25,8 +25,6 @@ from .table import Table
 
 _DIAL_S = 10.0
 _KEPT_OUTCOMES = 8
-_LISTENING = ("tcp",)
-"""Transports whose inbox listens on an address: the one by which this rank reached the leader."""
 
 
 class Refused(Exception):
@@ -297,8 +295,9 @@ class Receiver:
     def _inbox(self, name: str) -> Inbox:
         if name not in self._inboxes:
             assert self._owner is not None, "only an owner prepares"
-            listens = {"host": self._owner[1].local_host} if name in _LISTENING else {}
-            self._inboxes[name] = make_inbox(name, **listens)
+            # The address by which this rank reached the leader is one that senders reach.
+            options = {} if name == "shm" else {"host": self._owner[1].local_host}
+            self._inboxes[name] = make_inbox(name, **options)
         return self._inboxes[name]
 
 

@@ -336,7 +336,7 @@ class StagedPushes:
     ) -> tuple[EngineOutcome, ...]:
         """Run the lanes on the leader and the sender on every rank."""
         if self._outbox is None:
-            self._outbox = make_outbox(self._config.transport)
+            self._outbox = make_outbox(self._config.transport, **self._outbox_options())
         outbox = self._outbox
         by_key = {plan.key: plan for plan in plans if isinstance(plan, EnginePlan)}
         outcomes: list[EngineOutcome] = []
@@ -433,6 +433,12 @@ class StagedPushes:
         if engine.content != self._snapshot.content:
             return "the engine serves other weights than those pushed last"
         return size if isinstance(size, str) else "there is no delta"
+
+    def _outbox_options(self) -> dict[str, object]:
+        """Mooncake's sender must be reachable itself."""
+        if self._config.transport != "mooncake" or self._config.listen_host == "127.0.0.1":
+            return {}
+        return {"host": socket.gethostbyname(socket.gethostname())}
 
     def _keep(self, values: Values, plans: Sequence[EnginePlan | str], content: str) -> None:
         """What some engine serves now is the base of the next deltas; the others get a full push."""
