@@ -78,7 +78,7 @@ def test_tensor_cores_multiply_the_codes_as_the_emulation_does(name: str, dtype:
     from miles_quant.nn import hardware
 
     weight = get_format(name)
-    if not hardware._is_capable(weight, torch.cuda.get_device_capability()):  # pyright: ignore[reportPrivateUsage]
+    if not hardware._is_capable(weight, torch.cuda.get_device_capability()):
         pytest.skip(f"no tensor cores for {name} on {torch.cuda.get_device_name()}")
     assert weight.activation is not None
     formats = weight.activation, weight

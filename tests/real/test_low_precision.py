@@ -114,7 +114,7 @@ def test_after_a_push_the_engine_computes_what_the_trainer_computes_with(
         rank.connect(engines=[server.url], config=PushConfig())
         pushed = rank.push(version, [server.url])
         assert not pushed.failed
-        trainer: Any = rank._trainer  # pyright: ignore[reportPrivateUsage]
+        trainer: Any = rank._trainer
         lm: Any = trainer._state.model.lm
         with torch.no_grad():
             trained_on = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]

@@ -75,8 +75,8 @@ def _blockwise(
 def _swizzled(
     a: QuantizedTensor, b: QuantizedTensor, scale_type: torch.dtype, recipe: ScalingType, dtype: torch.dtype
 ) -> torch.Tensor:
-    scales = (swizzle_scales(operand.scale).view(scale_type) for operand in (a, b))
-    return _scaled(a, b, *scales, recipe, recipe, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
+    a_scale, b_scale = (swizzle_scales(operand.scale).view(scale_type) for operand in (a, b))
+    return _scaled(a, b, a_scale, b_scale, recipe, recipe, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
 
 
 def _scaled(
