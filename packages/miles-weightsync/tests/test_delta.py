@@ -222,6 +222,28 @@ def test_targets_that_do_not_fit_are_refused_with_both_sizes(path: str):
                 apply_blob(np.zeros(117, np.uint16), blob, columns=10, row_stride=12)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rows", [{}, {"columns": 4, "row_stride": 6}])
+def test_changes_made_by_hand_cannot_write_beyond_their_target(rows: dict[str, int], path: str):
+    steps = np.ones(2, np.uint16)
+    for positions in ([2, 8], [5, 4], [3, 3], [0, 2**32 - 1]):
+        wrong = Decoded(count=8, positions=np.array(positions, np.uint32), diffs=steps)
+        target, whole = guarded(np.zeros(12 if rows else 8, np.uint16))
+        with using(path):
+            for change in (apply, undo):
+                with pytest.raises(DeltaError, match="its 8 elements"):
+                    change(target, wrong, **rows)
+            with pytest.raises(DeltaError, match="below its 8 elements"):
+                encode_decoded(wrong)
+        assert not target.any()
+        assert np.all(whole[:512] == 0x5A)
+    mixed = Decoded(count=8, positions=np.array([1, 2], np.int64), diffs=steps)
+    with pytest.raises(DeltaError, match="int64"):
+        apply(np.zeros(8, np.uint16), mixed)
+    with pytest.raises(DeltaError, match="as many positions"):
+        apply(np.zeros(8, np.uint16), Decoded(count=8, positions=np.array([1], np.uint32), diffs=steps))
+
+
 def test_a_small_delta_says_that_it_needs_the_old_values():
     old = np.arange(100, dtype=np.uint16)
     with pytest.raises(DeltaError, match="pass `old`"):

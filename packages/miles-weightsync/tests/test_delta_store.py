@@ -170,6 +170,8 @@ def test_what_does_not_fit_together_is_not_published(url: str):
         store.publish(1, [*parts, parts[0]], kind="full")
     with pytest.raises(StoreError, match="is full and has base 0"):
         store.publish(1, parts, kind="full", base=0)
+    with pytest.raises(StoreError, match="Version -1 is negative"):
+        store.publish(-1, parts, kind="full")
     store._files.remove(parts[1].file)
     with pytest.raises(StoreError, match=f"{parts[1].file} is missing; version 1 is not published"):
         store.publish(1, parts, kind="full")

@@ -63,6 +63,8 @@ def encode(old: np.ndarray, new: np.ndarray, *, codec: Codec = "fast") -> bytes:
 
 def encode_decoded(decoded: Decoded) -> bytes:
     """A `fast` delta of changes that are known already (a folded chain)."""
+    check_types(decoded)
+    check_positions(decoded)
     positions, diffs, count = decoded.positions, decoded.diffs, decoded.count
     track = compiled.pack(positions, diffs, count=count) or _pack(positions, diffs, count)
     return write_blob(
@@ -75,6 +77,24 @@ def encode_decoded(decoded: Decoded) -> bytes:
             tracks=(track,),
         )
     )
+
+
+def check_types(decoded: Decoded) -> None:
+    """Kernels can read its arrays."""
+    positions, diffs = decoded.positions, decoded.diffs
+    fits = positions.dtype.str in ("<u4", "<u8") and diffs.dtype.str in _TYPES
+    if not fits or positions.ndim != 1 or positions.shape != diffs.shape:
+        raise DeltaError(
+            f"A delta has as many positions (uint32 or uint64) as steps (uint8, uint16 or uint32); this one has "
+            f"{positions.dtype} {positions.shape} and {diffs.dtype} {diffs.shape}."
+        )
+
+
+def check_positions(decoded: Decoded) -> None:
+    """Its positions ascend and lie among its elements."""
+    positions = decoded.positions
+    if positions.size and (positions[-1] >= decoded.count or not np.all(positions[1:] > positions[:-1])):
+        raise DeltaError(f"The positions of a delta must ascend and lie below its {decoded.count} elements.")
 
 
 def decode(blob: bytes | memoryview | np.ndarray, *, old: np.ndarray | None = None) -> Decoded:

@@ -21,7 +21,7 @@ _FAULTS = {
     2: "fewer long gaps than it announces",
     3: "fewer steps of a byte than it announces",
     4: "fewer steps of an element than it announces",
-    5: "more than {limit} elements",
+    5: "positions beyond its {limit} elements, or out of order",
     6: "a stream that goes on after its last change",
 }
 _WRONG_CLASS, _WRONG_WITNESS = 7, 8
@@ -142,6 +142,7 @@ def patch(
     steps: np.ndarray,
     rows: tuple[int, int] | None,
     *,
+    limit: int,
     adds: bool,
     witness: int | None,
 ) -> bool:
@@ -150,8 +151,8 @@ def patch(
     if kernels is None:
         return False
     where = target.ctypes.data, positions.ctypes.data, positions.itemsize, steps.ctypes.data, positions.size
-    fault = kernels.patch(target.itemsize, *where, Rows(*(rows or (0, 0))), not adds, _optional(witness))
-    _raise(fault, target.size)
+    fault = kernels.patch(target.itemsize, *where, limit, Rows(*(rows or (0, 0))), not adds, _optional(witness))
+    _raise(fault, limit)
     return True
 
 

@@ -65,6 +65,7 @@ class Files:
 
     def size(self, path: str) -> int | None:
         """Bytes of `path`, None where it is not there."""
+        self._fs.invalidate_cache()  # other processes write too
         try:
             return cast("int", self._fs.size(self._at(path)))
         except FileNotFoundError:

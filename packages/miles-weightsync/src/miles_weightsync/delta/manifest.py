@@ -44,6 +44,8 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
+        if self.version < 0:
+            raise StoreError(f"Version {self.version} is negative; versions count up from 0.")
         names = [part.name for part in self.parts]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

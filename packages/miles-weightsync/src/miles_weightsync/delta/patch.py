@@ -9,7 +9,7 @@ import numpy as np
 from . import compiled
 from .blob import read_blob
 from .classes import wrong_base
-from .codec import Decoded, check_fits, decode_blob, element_type, lies_plainly, witness
+from .codec import Decoded, check_fits, check_positions, check_types, decode_blob, element_type, lies_plainly, witness
 from .errors import DeltaError
 from .tracks import check_tracks
 
@@ -82,10 +82,12 @@ def fold(deltas: Sequence[Decoded]) -> Decoded:
 
 def _patch(target: np.ndarray, decoded: Decoded, columns: int | None, stride: int | None, *, adds: bool) -> None:
     _check_target(target, decoded.count, decoded.diffs.dtype, columns, stride)
+    check_types(decoded)
     rows = None if columns is None or stride is None else (columns, stride)
     positions, diffs = np.ascontiguousarray(decoded.positions), np.ascontiguousarray(decoded.diffs)
-    if compiled.patch(target, positions, diffs, rows, adds=adds, witness=decoded.witness):
+    if compiled.patch(target, positions, diffs, rows, limit=decoded.count, adds=adds, witness=decoded.witness):
         return
+    check_positions(decoded)
     where = positions
     if columns is not None and stride is not None:
         where = where.astype(np.int64)

@@ -240,8 +240,11 @@ uint64_t patch_all(T *target, const Position *positions, const T *steps, int64_t
 }
 
 template <class T, class Position>
-int patch_of(T *target, const Position *positions, const T *steps, int64_t n, Rows rows, bool subtracts,
+int patch_of(T *target, const Position *positions, const T *steps, int64_t n, uint64_t limit, Rows rows, bool subtracts,
              const uint64_t *witness) {
+  bool ascends = true;
+  for (int64_t i = 1; i < n; i++) ascends &= positions[i - 1] < positions[i];
+  if (n && (!ascends || positions[n - 1] >= limit)) return kBeyond;
   using Run = uint64_t (*)(T *, const Position *, const T *, int64_t, Rows);
   constexpr Run runs[2][2] = {{patch_all<T, Position, false, false>, patch_all<T, Position, false, true>},
                               {patch_all<T, Position, true, false>, patch_all<T, Position, true, true>}};
@@ -290,19 +293,19 @@ int locate_any(int size, const void *old, uint64_t n, const uint32_t *floors, in
 }
 
 template <class T>
-int patch_sized(void *target, const void *positions, int position_size, const void *steps, int64_t n, Rows rows,
-                int subtracts, const uint64_t *witness) {
+int patch_sized(void *target, const void *positions, int position_size, const void *steps, int64_t n, uint64_t limit,
+                Rows rows, int subtracts, const uint64_t *witness) {
   T *to = static_cast<T *>(target);
   const T *by = static_cast<const T *>(steps);
   if (position_size == 4)
-    return patch_of<T>(to, static_cast<const uint32_t *>(positions), by, n, rows, subtracts, witness);
-  return patch_of<T>(to, static_cast<const uint64_t *>(positions), by, n, rows, subtracts, witness);
+    return patch_of<T>(to, static_cast<const uint32_t *>(positions), by, n, limit, rows, subtracts, witness);
+  return patch_of<T>(to, static_cast<const uint64_t *>(positions), by, n, limit, rows, subtracts, witness);
 }
 
-int patch_any(int size, void *target, const void *positions, int position_size, const void *steps, int64_t n, Rows rows,
-              int subtracts, const uint64_t *witness) {
+int patch_any(int size, void *target, const void *positions, int position_size, const void *steps, int64_t n,
+              uint64_t limit, Rows rows, int subtracts, const uint64_t *witness) {
   auto run = size == 1 ? patch_sized<uint8_t> : size == 2 ? patch_sized<uint16_t> : patch_sized<uint32_t>;
-  return run(target, positions, position_size, steps, n, rows, subtracts, witness);
+  return run(target, positions, position_size, steps, n, limit, rows, subtracts, witness);
 }
 
 template <class T> int patch_track_sized(void *target, const Reader *track, Rows rows, const uint64_t *witness) {

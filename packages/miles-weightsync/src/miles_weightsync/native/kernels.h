@@ -53,8 +53,9 @@ struct Kernels {
   int (*locate)(int size, const void *old, uint64_t n, const uint32_t *floors, int num_classes,
                 const uint64_t *const *ranks, const void *const *steps, const int64_t *changes,
                 const uint64_t *elements, uint64_t *positions, void *out_steps);
-  // In place. Where the witness is given and differs, nothing is changed in the end.
+  // In place, at ascending positions below `limit`. Where the witness is given and differs, nothing is changed in the
+  // end.
   int (*patch)(int size, void *target, const void *positions, int position_size, const void *steps, int64_t n,
-               Rows rows, int subtracts, const uint64_t *witness);
+               uint64_t limit, Rows rows, int subtracts, const uint64_t *witness);
   int (*patch_track)(int size, void *target, const Reader *track, Rows rows, const uint64_t *witness);
 };

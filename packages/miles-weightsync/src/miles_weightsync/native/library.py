@@ -62,7 +62,7 @@ class Kernels(Structure):
         ("pack", CFUNCTYPE(None, c_int, c_void_p, c_void_p, c_int64, _WRITERS)),
         ("unpack", CFUNCTYPE(c_int, c_int, POINTER(Reader), c_void_p, c_void_p)),
         ("locate", CFUNCTYPE(c_int, c_int, c_void_p, c_uint64, _FLOORS, c_int, *[c_void_p] * 6)),
-        ("patch", CFUNCTYPE(c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, Rows, c_int, _WITNESS)),
+        ("patch", CFUNCTYPE(c_int, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int64, c_uint64, Rows, c_int, _WITNESS)),
         ("patch_track", CFUNCTYPE(c_int, c_int, c_void_p, POINTER(Reader), Rows, _WITNESS)),
     ]  # fmt: skip
 
