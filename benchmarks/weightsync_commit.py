@@ -105,8 +105,8 @@ def _step(weights: dict[str, torch.Tensor], *, seed: int) -> None:
     for tensor in weights.values():
         bits = tensor.view(torch.int16).view(-1)
         count = max(1, int(bits.numel() * CHANGED))
-        index = torch.randperm(bits.numel(), generator=generator)[:count]
-        bits[index] += torch.randint(0, 2, (count,), generator=generator).to(torch.int16) * 2 - 1
+        index = torch.randint(bits.numel(), (count,), generator=generator).unique()
+        bits[index] += torch.randint(0, 2, index.shape, generator=generator).to(torch.int16) * 2 - 1
 
 
 def _broadcast(nbytes: int, rounds: int) -> float:

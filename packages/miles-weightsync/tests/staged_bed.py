@@ -138,6 +138,9 @@ class BedEngine:
         self.receivers = [Receiver(rank=rank, world=tp) for rank in range(tp)]
         self.version = "0"
         self.is_paused = self.has_session = False
+        self.pause_mode = ""
+        self.is_busy = False
+        """Requests hold parts of the cache, so that it cannot be flushed."""
         self.is_dead = False
         self.load_cpu_s = 0.0
         """CPU seconds of the thread that carried out the last command in the engine."""
@@ -220,6 +223,7 @@ class BedEngine:
     def do_pause_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self._gpu:
             self.is_paused = True
+            self.pause_mode = body["mode"]
         return 200, {}
 
     def do_continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -228,7 +232,7 @@ class BedEngine:
         return 200, {}
 
     def do_flush_cache(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, {}
+        return (400 if self.is_busy else 200), {}
 
     def do_begin_weight_update(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.has_session:

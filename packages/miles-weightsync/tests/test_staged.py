@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import staged_bed
 import torch
 from miles_weightsync import PushConfig, ShardError, SyncError
+from miles_weightsync.config import Pause
 from miles_weightsync.planner import ModelShape
 from miles_weightsync.push import Pusher
+from miles_weightsync.transports import Region, Ticket
+from miles_weightsync.transports.tcp import TcpOutbox
 from staged_bed import EMBEDDING, BedEngine, checkpoint, digests, shards
 
 CONFIG = PushConfig(way="staged", bucket_bytes=4096, timeout_s=20)
@@ -93,6 +97,46 @@ def test_requests_run_until_the_short_commit(bed: Callable[..., BedEngine]) -> N
     expected = ["pause_generation", "flush_cache", "begin_weight_update", "update_weights_from_tensor"]
     expected += ["end_weight_update", "update_weight_version", "continue_generation"]
     assert engine.requests == [f"/{path}" for path in expected]
+
+
+@pytest.mark.parametrize(("pause", "is_busy"), [("retract", False), ("abort", False), ("in_place", True)])
+def test_the_pause_is_the_one_asked_for_and_a_cache_that_is_in_use_is_reported(
+    bed: Callable[..., BedEngine], pause: Pause, is_busy: bool
+) -> None:
+    engine = bed()
+    engine.is_busy = is_busy
+    with Pusher([engine.url], config=replace(CONFIG, pause=pause)) as pusher:
+        report = pusher.push(shards(checkpoint(1)), version=1)
+    assert engine.pause_mode == pause
+    assert report.engines[0].cache_flushed is not is_busy
+    assert_serves(engine, 1)
+
+
+def test_what_is_on_its_way_stays_below_the_limit(
+    bed: Callable[..., BedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = bed(tp=2)
+    flying: list[Ticket] = []
+    peaks: list[int] = []
+    real_write, real_wait = TcpOutbox.write, TcpOutbox.wait
+
+    def write(self: TcpOutbox, region: Region, offset: int, data: Any) -> Ticket:
+        flying.append(real_write(self, region, offset, data))
+        peaks.append(sum(ticket.nbytes for ticket in flying))
+        return flying[-1]
+
+    def wait(self: TcpOutbox, tickets: Iterable[Ticket], *, timeout_s: float) -> None:
+        waited = list(tickets)
+        real_wait(self, waited, timeout_s=timeout_s)
+        flying[:] = [ticket for ticket in flying if ticket not in waited]
+
+    monkeypatch.setattr(TcpOutbox, "write", write)
+    monkeypatch.setattr(TcpOutbox, "wait", wait)
+    config = replace(CONFIG, transport="tcp", max_inflight_bytes=64 * 1024)
+    with Pusher([engine.url], config=config) as pusher:
+        report = pusher.push(shards(checkpoint(1)), version=1)
+    assert 32 * 1024 < max(peaks) <= 64 * 1024 < report.bytes
+    assert_serves(engine, 1)
 
 
 def test_verify_names_the_parameter_that_differs_and_what_was_derived_from_old_weights(
