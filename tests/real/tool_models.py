@@ -30,10 +30,10 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "mlp_only_layers": [],
+    "mlp_only_layers": [],  # SGLang 0.5.23 gives every layer experts, and those of a dense one would never be loaded
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"n": {"type": "integer"}}}}}
-TURNS = 4
+TURNS = 3
 
 
 def make_versions(folder: Path, *, experts: bool) -> tuple[Path, Path]:
@@ -41,6 +41,8 @@ def make_versions(folder: Path, *, experts: bool) -> tuple[Path, Path]:
     import torch
     import transformers
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them wait for one another longer than such small products take
     torch.manual_seed(0)
     if experts:
         config = transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS)
@@ -48,10 +50,11 @@ def make_versions(folder: Path, *, experts: bool) -> tuple[Path, Path]:
     else:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     folders = folder / "version_0", folder / "version_1"
-    for path, number, steps in zip(folders, (3, 5), (240, 40), strict=True):
+    for path, number, steps in zip(folders, (3, 5), (120, 30), strict=True):
         write_tokenizer(path)
         _learn(model, path, number, steps)
         model.save_pretrained(path)
+    torch.set_num_threads(threads)
     return folders
 
 
@@ -66,7 +69,7 @@ def _learn(model: Any, folder: Path, number: int, steps: int) -> None:
         messages.append({"role": "tool", "content": f"nothing at {turn}", "tool_call_id": "c"})
     text = tokenizer.render(normalize(messages), tools=[TOOL])
     batch = torch.from_numpy(tokenizer.encode_guarded(text)).long()[None]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(steps):
         loss = model(batch, labels=batch).loss
         loss.backward()
