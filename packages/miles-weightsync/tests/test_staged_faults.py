@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import miles_weightsync.receiver.staging as staging_module
 import miles_weightsync.staged.pushes as pushes_module
 import pytest
 import staged_deaths
@@ -18,6 +17,7 @@ import torch
 from miles_weightsync import PushConfig, ShardError, SyncError
 from miles_weightsync.push import Pusher
 from miles_weightsync.receiver import Receiver
+from miles_weightsync.receiver.staging import Staged
 from miles_weightsync.staged.sender import Sender, Senders
 from staged_bed import AShard, BedEngine, checkpoint, digests, shards
 
@@ -254,14 +254,14 @@ def test_parameters_that_came_out_wrong_are_put_back(
     with Pusher([engine.url], config=config) as pusher, watched([engine.url]):
         push(pusher, 1)
         seen: list[str] = []
-        real = staging_module.digest
+        real = Staged._apply
 
-        def wrong_at_last(live: Any, bucket: Any) -> str:
-            seen.append(real(live, bucket))
+        def wrong_at_last(self: Staged, index: int, bucket: Any) -> str:
+            seen.append(real(self, index, bucket))
             return seen[-1] if len(seen) < 2 else "0"
 
         with monkeypatch.context() as patch:
-            patch.setattr(staging_module, "digest", wrong_at_last)
+            patch.setattr(Staged, "_apply", wrong_at_last)
             with pytest.raises(SyncError, match=r"rank 1: the parameters are not what was sent"):
                 push(pusher, 2)
         assert serves(engine) == 1

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..layout import show
-from .table import Bucket, Piece
+from .table import Piece
 
 Bits = NDArray[np.unsignedinteger]
 """Elements as unsigned integers of their size."""
@@ -95,8 +95,8 @@ class Live:
         return _bits(block.cpu()).reshape(-1).copy()
 
 
-def swap(block: torch.Tensor, staged: NDArray[np.uint8]) -> Iterator[None]:
-    """Exchange a live block and its staged bytes; one step a chunk. The same steps again undo it."""
+def swap(block: torch.Tensor, staged: NDArray[np.uint8]) -> Iterator[torch.Tensor]:
+    """Exchange a live block and its staged bytes, chunk by chunk, giving each. The same steps again undo it."""
     item = block.element_size()
     rows = block.shape[0] if block.dim() else 1
     new = staged.view(UNSIGNED[item]).reshape(block.shape)
@@ -106,8 +106,9 @@ def swap(block: torch.Tensor, staged: NDArray[np.uint8]) -> Iterator[None]:
     if block.is_cuda:
         step = rows
     for first in range(0, rows, step):
-        _swap(block[first : first + step], new[first : first + step])
-        yield
+        chunk = block[first : first + step]
+        _swap(chunk, new[first : first + step])
+        yield chunk
 
 
 def _swap(block: torch.Tensor, new: Bits) -> None:
@@ -176,20 +177,9 @@ def flat_rows(bits: Bits) -> tuple[Bits, int, int]:
     return np.lib.stride_tricks.as_strided(bits, (length,), (item,)), columns, stride
 
 
-def digest(live: Live, bucket: Bucket) -> str:
-    """xxh3-128 of what is live now where a bucket was written: comparable to that of its new values."""
-    state = xxhash.xxh3_128()
-    end = 0
-    for piece, block in live.blocks(bucket.pieces):
-        state.update(bytes(piece.start - end))
-        update(state, _bits(block.cpu()))
-        end = piece.start + piece.nbytes
-    state.update(bytes(bucket.nbytes - end))
-    return state.hexdigest()
-
-
-def update(state: xxhash.xxh3_128, bits: Bits) -> None:
-    """Feed a block in row-major order."""
+def update(state: xxhash.xxh3_128, block: torch.Tensor) -> None:
+    """Feed a block, as signed integers, in row-major order."""
+    bits = _bits(block.cpu())
     if bits.flags.c_contiguous:
         state.update(bits.reshape(-1).view(np.uint8).data)
         return
@@ -202,7 +192,7 @@ def checksum(block: torch.Tensor) -> str:
     """xxh3-128 of one block."""
     state = xxhash.xxh3_128()
     if block.numel():
-        update(state, _bits(block.detach().cpu().view(_SIGNED[block.element_size()])))
+        update(state, block.detach().view(_SIGNED[block.element_size()]))
     return state.hexdigest()
 
 

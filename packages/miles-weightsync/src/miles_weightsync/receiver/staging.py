@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from ..transports import Inbox, Region
 from . import derived
-from .live import Difference, Live, add, digest, swap
-from .table import Bucket, Table
+from .live import Difference, Live, add, swap, update
+from .table import Bucket, Piece, Table
 
 _SHOWN = 4
 
@@ -109,19 +109,16 @@ class Staged:
         clock = _Clock()
         self.live.check(piece for bucket in self.table.buckets for piece in bucket.pieces)
         try:
-            for _ in self._steps(undo=False):
-                self.done += 1
-            clock.lap("apply")
-            derived.refresh(self.live.models)
-            clock.lap("derive")
             wrong = [
                 _tell(index, bucket)
                 for index, bucket in enumerate(self.table.buckets)
-                if digest(self.live, bucket) != self.contents[index]
+                if self._apply(index, bucket) != self.contents[index]
             ]
-            clock.lap("check")
+            clock.lap("apply")
             if wrong:
                 raise StagingFault(f"the parameters are not what was sent: {'; '.join(wrong[:_SHOWN])}")
+            derived.refresh(self.live.models)
+            clock.lap("derive")
         except Exception as error:  # whatever it was: the old version must be whole again before anything else
             self.put_back()
             if isinstance(error, StagingFault):
@@ -137,7 +134,7 @@ class Staged:
             StagingFault: that failed too; nothing may be served until a full push has been committed.
         """
         try:
-            for _ in islice(self._steps(undo=True), self.done):
+            for _ in islice(self._undoing(), self.done):
                 pass
             self.done = 0
             derived.refresh(self.live.models)
@@ -160,17 +157,36 @@ class Staged:
             runtime = cast(Any, torch.cuda).cudart()
             self.pinned = int(runtime.cudaHostRegister(arena.ctypes.data, arena.nbytes, 0)) == 0  # if not, it is slower
 
-    def _steps(self, *, undo: bool) -> Iterator[None]:
-        """Each step changes one chunk. Steps are independent, so the first n of them are undone in the same order."""
-        arena = self.inbox.view(self.region)
+    def _apply(self, index: int, bucket: Bucket) -> str:
+        """Bring one bucket into the parameters; the checksum of what is live there afterwards, read while in cache."""
+        state = xxhash.xxh3_128()
+        end = 0
+        for place, (piece, block) in enumerate(self.live.blocks(bucket.pieces)):
+            state.update(bytes(piece.start - end))
+            for part in self._piece(index, place, piece, block, undo=False):
+                self.done += 1
+                update(state, part)
+            end = piece.start + piece.nbytes
+        state.update(bytes(bucket.nbytes - end))
+        return state.hexdigest()
+
+    def _undoing(self) -> Iterator[None]:
+        """The steps of `_apply` in the same order: they are independent, so any first n of them undo the first n."""
         for index, bucket in enumerate(self.table.buckets):
             for place, (piece, block) in enumerate(self.live.blocks(bucket.pieces)):
-                if self.order.sizes is not None:
-                    add(block, self.differences[index][place], undo=undo)
+                for _ in self._piece(index, place, piece, block, undo=True):
                     yield
-                    continue
-                first = bucket.start + piece.start
-                yield from swap(block, arena[first : first + piece.nbytes])
+
+    def _piece(
+        self, index: int, place: int, piece: Piece, block: torch.Tensor, *, undo: bool
+    ) -> Iterator[torch.Tensor]:
+        """Change one piece step by step; each step gives the rows that it has changed."""
+        if self.order.sizes is not None:
+            add(block, self.differences[index][place], undo=undo)
+            yield block
+            return
+        first = self.table.buckets[index].start + piece.start
+        yield from swap(block, self.inbox.view(self.region)[first : first + piece.nbytes])
 
     def _spans(self) -> list[slice]:
         if self.order.sizes is None:
