@@ -14,6 +14,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def measure(*, quick: bool = False) -> Rows:
     return rows
 
 
-def _pushes(weights: dict[str, torch.Tensor], transport: str, rounds: int) -> Rows:
+def _pushes(weights: dict[str, torch.Tensor], transport: Literal["shm", "tcp"], rounds: int) -> Rows:
     rows: Rows = {}
     engine = staged_bed.BedEngine(dtype=torch.bfloat16)
     nbytes = sum(tensor.nbytes for tensor in weights.values())

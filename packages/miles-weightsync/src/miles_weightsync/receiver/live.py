@@ -89,10 +89,10 @@ class Live:
         for piece in pieces:
             yield piece, parameters[piece.param].view(_SIGNED[piece.item_bytes])[piece.slices]
 
-    def read(self, piece: Piece) -> Bits:
-        """A copy of what is live, [elements]."""
-        ((_, block),) = self.blocks([piece])
-        return _bits(block.cpu()).reshape(-1).copy()
+
+def flat(block: torch.Tensor) -> Bits:
+    """[elements] of a live block; shares its memory where it lies in one run on the host."""
+    return _bits(block.cpu()).reshape(-1)
 
 
 def swap(block: torch.Tensor, staged: NDArray[np.uint8]) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..transports import Inbox, Region
 from . import derived
-from .live import Difference, Live, add, swap, update
+from .live import Difference, Live, add, flat, swap, update
 from .table import Bucket, Piece, Table
 
 _SHOWN = 4
@@ -205,9 +205,8 @@ class Staged:
         for bucket, span, sizes in zip(self.table.buckets, self._spans(), lengths, strict=True):
             start = span.start
             decoded: list[Difference] = []
-            for piece, size in zip(bucket.pieces, sizes, strict=True):
-                blob = bytes(arena[start : start + size])
-                change = delta.decode(blob, old=self.live.read(piece))
+            for (piece, block), size in zip(self.live.blocks(bucket.pieces), sizes, strict=True):
+                change = delta.decode(arena[start : start + size], old=flat(block))
                 if change.count != piece.nbytes // piece.item_bytes:
                     raise StagingFault(
                         f"`{piece.param}`: a delta of {change.count} elements for a block of {piece.box}"
