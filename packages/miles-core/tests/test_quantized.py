@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from miles_core.fingerprint import compare
 from miles_core.plan import make_plan
 from miles_core.quantized import serving_folder, serving_shards
 from miles_core.rank import TrainerRank
+from miles_core.rl import RLRun
 from miles_quant import QuantError, Recipe, get_format
 from miles_quant.checkpoints.folder import ModelFolder
 from miles_train.config import TrainConfig
@@ -157,6 +159,12 @@ def test_a_recipe_that_does_not_fit_the_model_ends_the_set_up(model: Path):
     with pytest.raises(QuantError, match="quantises none of the model's"):
         rank.setup(config=CONFIG, model=model, init_method=None)
     rank.close()
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [(None, "auto"), (PLAIN, "auto"), (Recipe(format="mxfp8"), "keep")])
+def test_codes_and_scales_are_pushed_without_a_cast(recipe: Recipe | None, dtype: str):
+    run: Any = SimpleNamespace(_config=Config(quant=recipe))
+    assert RLRun._push_config(run, run).dtype == dtype  # pyright: ignore[reportPrivateUsage]
 
 
 def test_engines_that_hold_codes_start_from_a_folder_of_codes(model: Path, tmp_path: Path):
