@@ -2,10 +2,12 @@
 
 Trainer and engines obey one recipe (`[quant]`); the engines run on the CPU and hold the values of the codes. Runs are
 synchronous, so every token is scored by the weights that sampled it and the gap of its log-probs is numerics alone.
-NVFP4 quantises experts, so it runs on a mixture-of-experts variant of the quick start's model, with seeds of its own.
-All runs of a model start from one warmed-up checkpoint.
+NVFP4 quantises experts, so every format runs on a mixture-of-experts variant of the quick start's model; those that
+quantise dense layers run on the quick start's own too, with seeds of its own. All runs of a model start from one
+warmed-up checkpoint.
 
-A format passes if its score ends within the seeds' range, widened by two standard errors, and its gap is below 1e-4.
+A format passes if its score ends within the seeds' range, widened by two standard errors of the difference,
+and its gap is below 1e-4.
 
     python benchmarks/low_precision.py [--steps 10] [--out runs/low-precision] [--only moe/nvfp4 dense/seed-0 …]
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -114,11 +117,11 @@ def _why_not(row: Row, rows: Sequence[Row]) -> str | None:
     seeds = [other for other in rows if other.model == row.model and other.name.startswith("seed-")]
     if row in seeds or not seeds:
         return None
-    low = min(seed.after - 2 * seed.stderr for seed in seeds)
-    high = max(seed.after + 2 * seed.stderr for seed in seeds)
-    return (
-        None if low <= row.after <= high else f"it ends at {row.after:.3f}, the seeds between {low:.3f} and {high:.3f}"
-    )
+    low = min(seed.after - 2 * math.hypot(seed.stderr, row.stderr) for seed in seeds)
+    high = max(seed.after + 2 * math.hypot(seed.stderr, row.stderr) for seed in seeds)
+    if low <= row.after <= high:
+        return None
+    return f"it ends at {row.after:.3f}, the seeds between {low:.3f} and {high:.3f}"
 
 
 def _miles(words: Sequence[str], *, out: Path, name: str) -> Path:
