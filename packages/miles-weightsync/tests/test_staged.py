@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import staged_bed
 import torch
-from miles_weightsync import PushConfig, ShardError, SyncError
+from miles_weightsync import PushConfig, PushConfigError, ShardError, SyncError
 from miles_weightsync.config import Pause
 from miles_weightsync.planner import ModelShape
 from miles_weightsync.push import Pusher
@@ -110,6 +110,14 @@ def test_the_pause_is_the_one_asked_for_and_a_cache_that_is_in_use_is_reported(
     assert engine.pause_mode == pause
     assert report.engines[0].cache_flushed is not is_busy
     assert_serves(engine, 1)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"verify": "none"}, {"dtype": "float32"}, {"staging": "cuda_ipc"}, {"disk_dir": "/tmp/x"}], ids=str
+)
+def test_settings_without_effect_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(PushConfigError, match=f"`{next(iter(setting))}.* no effect"):
+        PushConfig(way="staged", **setting)
 
 
 def test_what_is_on_its_way_stays_below_the_limit(

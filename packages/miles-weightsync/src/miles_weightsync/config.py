@@ -62,6 +62,8 @@ class PushConfig:
             raise PushConfigError(
                 "`verify = none` has no effect with `way = staged`, which always verifies; remove it."
             )
+        if self.way == "staged" and self.dtype != "auto":
+            raise PushConfigError(f"`dtype = {self.dtype}` has no effect with `way = staged`; engines keep theirs.")
         if self.disk_keep < 1:
             raise PushConfigError(f"`disk_keep` is {self.disk_keep}; the version being served must be kept.")
         if self.way != "tensor" and self.staging != "shm":
