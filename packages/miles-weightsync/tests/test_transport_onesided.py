@@ -25,8 +25,8 @@ class Engine:
     registered: set[int] = field(default_factory=set)
     refuses: str = ""
 
-    def describe(self) -> Description:
-        return {"name": "here"}
+    def describe(self, data: Bytes) -> Description:
+        return {"name": "here", "pointer": data.ctypes.data}
 
     def register(self, data: Bytes) -> None:
         self.registered.add(data.ctypes.data)

@@ -37,6 +37,7 @@ _MODULES = {
     "cupy_nccl": ("broadcast", "CupyNccl"),
     "mooncake": ("mooncake", "Mooncake"),
     "nixl": ("nixl", "Nixl"),
+    "cuda_ipc": ("cuda_ipc", "CudaIpc"),
 }
 TRANSPORTS: tuple[str, ...] = tuple(_MODULES)
 """Names that `make_inbox` and `make_outbox` know. Some need an extra to be installed."""

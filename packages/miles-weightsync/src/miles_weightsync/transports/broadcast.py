@@ -29,7 +29,7 @@ from .base import Bytes, Region, Ticket
 from .collectives import Collective, Founder, Join, check_installed, join_group
 from .links import describe, dial, hang_up, read_reply, receive, reply
 from .memory import Memory
-from .outgoing import OutboxBase, Write
+from .outgoing import OutboxBase, Write, check_data
 from .reception import FRAME, SocketInbox, next_frame
 
 _PIECE_BYTES = 16 << 20
@@ -198,6 +198,7 @@ class BroadcastOutbox(OutboxBase):
         """Start to bring `data` to the same offset of every region, all of one epoch; one ticket for each."""
         if len({region.epoch for region in regions}) > 1:
             raise TransportError(f"One broadcast goes to one epoch, not to {sorted({r.epoch for r in regions})}.")
+        check_data(data)
         writes = [self._start(region, offset, data) for region in regions]
         waiting = [write for write in writes if not write.is_finished]
         if waiting:

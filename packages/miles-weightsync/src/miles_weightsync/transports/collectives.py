@@ -6,6 +6,7 @@ receivers. `gloo` runs on any machine. The two on NCCL are written against their
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -198,8 +199,8 @@ def _torch_distributed() -> Any:
 
 def _cupy() -> Any:
     try:
-        import cupy  # pyright: ignore[reportMissingImports]
-        import cupy.cuda.nccl  # pyright: ignore[reportMissingImports]
+        cupy = importlib.import_module("cupy")
+        importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         raise MissingDependency(
             f"The transport `cupy_nccl` needs CuPy and NCCL ({error}): pip install 'miles-weightsync[cupy]'"

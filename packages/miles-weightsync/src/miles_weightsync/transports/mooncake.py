@@ -68,8 +68,8 @@ class _Mooncake:
             raise TransportError(f"Mooncake did not start on {host} with `{protocol}`; its log on stderr says why.")
         self._session = f"{host}:{self._engine.get_rpc_port()}"
 
-    def describe(self) -> Description:
-        return {"session": self._session}
+    def describe(self, data: Bytes) -> Description:
+        return {"session": self._session, "pointer": data.ctypes.data}
 
     def register(self, data: Bytes) -> None:
         if self._engine.register_memory(data.ctypes.data, data.nbytes) != 0:

@@ -59,9 +59,10 @@ class _Nixl:
         )
         self._registered: dict[int, object] = {}
 
-    def describe(self) -> Description:
+    def describe(self, data: Bytes) -> Description:
         with self._lock:
-            return {"agent": base64.b64encode(self._agent.get_agent_metadata()).decode()}
+            agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        return {"agent": agent, "pointer": data.ctypes.data}
 
     def register(self, data: Bytes) -> None:
         try:

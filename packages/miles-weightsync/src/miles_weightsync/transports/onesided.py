@@ -54,8 +54,8 @@ _never_freed: list[Bytes] = []
 class Engine(Protocol):
     """A transfer engine: one a process, and safe to use from several threads."""
 
-    def describe(self) -> Description:
-        """How the engine of another process reaches this one and what is registered here now."""
+    def describe(self, data: Bytes) -> Description:
+        """What the engine of another process needs to reach registered memory; its `pointer` is where it begins."""
         ...
 
     def register(self, data: Bytes) -> None:
@@ -148,8 +148,7 @@ class OneSidedInbox(SocketInbox):
         assert isinstance(memory, _GuestMemory)
         with memory.filling():
             try:
-                details = {**self._engine.describe(), "pointer": memory.data.ctypes.data}
-                text = json.dumps(details).encode()
+                text = json.dumps(dict(self._engine.describe(memory.data))).encode()
                 reply(connection)
                 connection.sendall(_LENGTH.pack(len(text)) + text)
                 memory.is_doubtful |= receive(connection, 1) != _GOODBYE
@@ -230,16 +229,15 @@ class _Visit:
 
     def _bring(self, target: object, pointer: int) -> bool:
         """Write until there is a problem; whether all writes that were begun have ended."""
-        engine, under_way = self._outbox.engine, deque[tuple[object, Bytes, _Piece]]()
+        under_way = deque[tuple[object, Bytes, _Piece]]()
         buffers = [self._outbox.borrow() for _ in range(_PIECES_UNDER_WAY)]
         try:
             while (piece := self._take(wait=not under_way)) is not None or under_way:
                 if piece is not None:
                     buffer = buffers.pop()
-                    nbytes = piece.stop - piece.start
-                    np.copyto(buffer[:nbytes], piece.write.data[piece.start : piece.stop])
+                    write, place = piece.write, pointer + piece.write.offset + piece.start
                     try:
-                        handle = engine.submit(target, pointer + piece.write.offset + piece.start, buffer[:nbytes])
+                        handle = self._outbox.put(target, place, write, piece.start, piece.stop, buffer)
                     except TransportError as error:
                         buffers.append(buffer)
                         self._fail(error, [piece])
@@ -317,6 +315,11 @@ class OneSidedOutbox(OutboxBase):
         """For the visits: buffers that the engine has done with."""
         with self._changed:
             self._buffers.extend(buffers)
+
+    def put(self, target: object, pointer: int, write: Write, start: int, stop: int, buffer: Bytes) -> object:
+        """For the visits: start to bring data[start:stop] of a write over, by way of a registered buffer."""
+        np.copyto(buffer[: stop - start], write.data[start:stop])
+        return self.engine.submit(target, pointer, buffer[: stop - start])
 
     def arrived(self, write: Write) -> None:
         """For the visits: a piece is in place."""

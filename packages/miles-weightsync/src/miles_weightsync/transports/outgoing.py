@@ -44,13 +44,8 @@ class OutboxBase(ABC):
         self._is_closed = False
 
     def write(self, region: Region, offset: int, data: Bytes) -> Ticket:
-        write = self._start(region, offset, data)
-        if not write.is_finished:
-            try:
-                self._begin(write)
-            except TransportError as error:
-                self._finish(write, error)
-        return write
+        check_data(data)
+        return self._submit_write(region, offset, data)
 
     def lease(self, region: Region, offset: int, nbytes: int) -> Bytes | None:
         self._check(region, offset, nbytes)
@@ -106,9 +101,17 @@ class OutboxBase(ABC):
     def _shut(self) -> None:
         """End threads and connections; everything has been cancelled."""
 
+    def _submit_write(self, region: Region, offset: int, data: Bytes) -> Ticket:
+        write = self._start(region, offset, data)
+        if not write.is_finished:
+            try:
+                self._begin(write)
+            except TransportError as error:
+                self._finish(write, error)
+        return write
+
     def _start(self, region: Region, offset: int, data: Bytes) -> Write:
         """A ticket for a write that may be done; finished already if there is nothing to do."""
-        check_data(data)
         self._check(region, offset, data.nbytes)
         write = Write(region, offset, data)
         write.is_finished = write.nbytes == 0
