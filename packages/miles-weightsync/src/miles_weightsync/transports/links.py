@@ -140,7 +140,7 @@ def dial(region: Region, *, buffer_bytes: int, id: int, opened: Callable[[socket
         except BaseException:
             connection.close()
             raise
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, struct.error) as error:  # the last two: an address that cannot be one
         raise TransportError(f"no connection to its receiver at {host}, port {port} ({describe(error)})") from None
     return connection
 

@@ -21,7 +21,7 @@ FRAME = struct.Struct("!QQQ")
 
 
 class SocketInbox(InboxBase[Memory]):
-    """Memory that any host can reach. `fence` and `release` wait until the last byte has landed.
+    """Memory that any host can reach. `fence` cuts the connections; `seal` and `release` wait for the last byte.
 
     Args:
         host: address of this host that senders can reach; the inbox listens there.
