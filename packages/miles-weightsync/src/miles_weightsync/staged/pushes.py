@@ -204,7 +204,9 @@ class StagedPushes:
         digest = hashlib.sha256(repr(list(blocks)).encode()).hexdigest()
         if self._ranks.is_leader:
             rendezvous = self._meet()
-            address = (socket.gethostname(), rendezvous.port, rendezvous.expect())
+            token = rendezvous.expect()
+            held.callback(rendezvous.forget, token)
+            address = (socket.gethostname(), rendezvous.port, token)
         return _Said(version, host_id(), digest, engines, address)
 
     def _attach_all(self, urls: Sequence[str], deadline: Deadline) -> tuple[_Engine, ...]:
