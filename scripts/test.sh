@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The five checks: ruff check, ruff format, pyright, lint-imports, pytest. All of them run; any failure fails the whole.
+# The five checks: ruff check, ruff format, pyright, lint-imports, pytest, a part of which runs apart (quant-references.sh).
+# All of them run; any failure fails the whole.
 #   scripts/test.sh            everything a machine without a GPU can run
 #   scripts/test.sh lint       the first four
 #   scripts/test.sh pytest packages/miles-tito -k wire      only pytest, with your arguments
