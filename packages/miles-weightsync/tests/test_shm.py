@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from miles_weightsync import StagingError, required_bytes, shm_free_bytes
+from miles_weightsync import StagingError, required_bytes, shm, shm_free_bytes
 from miles_weightsync.shm import HEADER_BYTES, Segment, clean_stale
 from weightsync_fakes import shm_names
 
@@ -73,6 +73,15 @@ def test_too_little_space_is_told_in_numbers_before_anything_is_written() -> Non
         StagingError, match=rf"needs {free + 2**30 + HEADER_BYTES} bytes of /dev/shm but \d+ are free.*bucket_bytes"
     ):
         Segment.create(free + 2**30)
+
+
+def test_what_does_not_fit_beside_others_is_refused_without_taking_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shm, "shm_free_bytes", lambda: 1000)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("the kernel was asked"))
+    with pytest.raises(StagingError, match=rf"needs {1001 + HEADER_BYTES} bytes of /dev/shm but 1000 are free"):
+        Segment.create(1001)
 
 
 def test_the_space_needed_is_two_buckets_unless_one_holds_the_model() -> None:

@@ -64,6 +64,8 @@ class Segment:
         fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if HEADER_BYTES + nbytes > shm_free_bytes():  # asked first: the kernel takes all that is free, then refuses
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Reserved now: writing into a sparse file on a full tmpfs would kill the process with SIGBUS.
             os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
             name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
