@@ -75,7 +75,7 @@ def test_too_little_space_is_told_in_numbers_before_anything_is_written() -> Non
         Segment.create(free + 2**30)
 
 
-def test_what_does_not_fit_beside_others_is_refused_without_taking_what_is_free(
+def test_what_does_not_fit_is_refused_without_taking_what_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shm, "shm_free_bytes", lambda: 1000)
