@@ -76,8 +76,7 @@ def launch(folder: Path, *, tp: int = 1, **more: object) -> tuple[subprocess.Pop
     options = {"model-path": folder, "port": port, "host": "127.0.0.1", "dtype": "float32", "tp-size": tp}
     options |= {"max-total-tokens": 8192, "context-length": 1024, "random-seed": 1, "log-level-http": "warning"}
     command = [sys.executable, "-m", "miles_rollout.engines.sglang_cpu", "--skip-tokenizer-init"]
-    for key, value in (options | more).items():
-        command.append(f"--{key.replace('_', '-')}" + ("" if value is None else f"={value}"))
+    command += [f"--{key.replace('_', '-')}={value}" for key, value in (options | more).items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if tp > 1:
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))

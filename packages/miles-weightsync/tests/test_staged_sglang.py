@@ -17,11 +17,8 @@ import torch
 if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("miles_rollout") is None:
     pytest.skip("needs SGLang and the CPU launcher of miles-rollout", allow_module_level=True)
 
-from miles_weightsync import PushConfig
-from miles_weightsync.push import Pusher
 from staged_trainer import Trainer
 from test_sglang import PROMPT, assert_scored_by, call, launch, make_model, running_request, state, wait_until_ready
-from weightsync_fakes import shards
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -116,40 +113,3 @@ def test_two_engines_follow_two_trainer_ranks_through_a_death(tmp_path: Path) ->
         assert [engine["kind"] for engine in done["engines"]] == ["delta", "delta"]
         for engine in (a, b):
             assert_scored_by(models[6], *greedy(engine), 0, 24)
-
-
-def test_two_versions_of_an_adapter_are_served_beside_one_another(tmp_path: Path) -> None:
-    make_model("Qwen3").save_pretrained(tmp_path)
-    options = {"max_lora_rank": 8, "lora_target_modules": "q_proj", "lora_backend": "torch_native"}
-    process, url, log = launch(tmp_path, enable_lora=None, **options)
-    with killed_at_the_end(process):
-        wait_until_ready(url, process, log)
-        adapters = {version: adapter(version) for version in (1, 2)}
-        with Pusher([url], config=PushConfig(timeout_s=60)) as pusher:
-            for version, weights in adapters.items():
-                pusher.push_adapter(shards(weights), name="policy", version=version, adapter_config=ADAPTER)
-        for version, weights in adapters.items():
-            sampling = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
-            body = {"input_ids": PROMPT, "return_logprob": True, "lora_path": f"policy@{version}"}
-            answer = call(url, "/generate", {**body, "sampling_params": sampling})
-            logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-            assert_scored_by(merged(weights), answer["output_ids"], logprobs, 0, 16)
-
-
-ADAPTER: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
-PEFT = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-
-
-def adapter(version: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(version)
-    shapes = {PEFT.format(layer, part): (4, 64) if part == "A" else (64, 4) for layer in range(2) for part in "AB"}
-    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-
-
-def merged(weights: dict[str, torch.Tensor]) -> Any:
-    """The base model with W + (alpha / r) B A (arXiv:2106.09685)."""
-    model = make_model("Qwen3")
-    for layer in range(2):
-        product = weights[PEFT.format(layer, "B")] @ weights[PEFT.format(layer, "A")]
-        model.model.layers[layer].self_attn.q_proj.weight.data += 2 * product
-    return model
