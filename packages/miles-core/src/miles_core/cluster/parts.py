@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,5 +79,5 @@ def with_receiver(engines: EngineConfig, sync: PushConfig) -> EngineConfig:
     if sync.way != "staged" or engines.urls:
         return engines
     given = engines.options.get("custom-weight-loader", ())
-    loaders = [given] if isinstance(given, str) else [*given]
+    loaders = [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return replace(engines, options={**engines.options, "custom-weight-loader": [*loaders, LOADER]})
