@@ -40,6 +40,7 @@ def test_a_healthy_run_is_silent() -> None:
     [
         ("queue_empty", {"buffer/queued": 0.0, "time/take_wait": 8.0}, "80%", "add engines"),
         ("queue_full", {"buffer/running": 0.0, "buffer/queued": 8.0}, "last 8 steps", "add trainer ranks"),
+        ("logprob_gap_large", {"logprob_gap/same_version_mean": 12.0}, "12 nats", "never loaded"),
         ("all_alike", {"reward/groups_all_low": 0.95}, "95%", "too hard"),
         ("all_alike", {"reward/groups_all_high": 0.9}, "90%", "mix in harder prompts"),
     ],
