@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,8 @@ from weightsync_fakes import shards
 
 if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("miles_rollout") is None:
     pytest.skip("needs SGLang and the CPU launcher of miles-rollout", allow_module_level=True)
+
+from miles_rollout.engines.ports import PortReservation
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -70,9 +72,8 @@ def server(folder: Path, *, tp: int = 1) -> Iterator[str]:
 
 def launch(folder: Path, *, tp: int = 1, **more: object) -> tuple[subprocess.Popen[bytes], str, Path]:
     """Start a server and do not wait for it: (process, URL, log)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reserved = PortReservation()
+    port = reserved.port
     options = {"model-path": folder, "port": port, "host": "127.0.0.1", "dtype": "float32", "tp-size": tp}
     options |= {"max-total-tokens": 8192, "context-length": 1024, "random-seed": 1, "log-level-http": "warning"}
     command = [sys.executable, "-m", "miles_rollout.engines.sglang_cpu", "--skip-tokenizer-init"]
@@ -83,6 +84,7 @@ def launch(folder: Path, *, tp: int = 1, **more: object) -> tuple[subprocess.Pop
     log = folder / f"server-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    weakref.finalize(process, reserved.close)
     return process, f"http://127.0.0.1:{port}", log
 
 
