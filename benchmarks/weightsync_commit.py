@@ -78,7 +78,7 @@ def _pushes(weights: dict[str, torch.Tensor], transport: Literal["shm", "tcp"], 
             pusher.push(staged_bed.shards(weights), version=version)  # attaches, plans, maps memory, makes the base
             seen: list[dict[str, float]] = []
             for _ in range(rounds):
-                _step(weights, seed=version)
+                change(weights, seed=version)
                 version += 1
                 report = pusher.push(staged_bed.shards(weights), version=version)
                 (outcome,) = report.engines
@@ -101,7 +101,8 @@ def _pushes(weights: dict[str, torch.Tensor], transport: Literal["shm", "tcp"], 
     return rows
 
 
-def _step(weights: dict[str, torch.Tensor], *, seed: int) -> None:
+def change(weights: dict[str, torch.Tensor], *, seed: int) -> None:
+    """One step, in place."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in weights.values():
         bits = tensor.view(torch.int16).view(-1)
