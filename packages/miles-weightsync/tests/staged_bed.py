@@ -125,16 +125,28 @@ class _Server(ThreadingHTTPServer):
 
 
 class BedEngine:
-    """Serves version 0 at first. `on_step(name)` is called before and after every request."""
+    """Serves version 0 at first. `on_step(name)` is called before and after every request.
+
+    Args:
+        loaded: what it starts from, instead of `checkpoint(0)`.
+        says: the version that it was started as.
+    """
 
     def __init__(
-        self, *, tp: int = 1, dtype: torch.dtype = torch.float32, on_step: Callable[[str], None] = lambda name: None
+        self,
+        *,
+        tp: int = 1,
+        dtype: torch.dtype = torch.float32,
+        on_step: Callable[[str], None] = lambda name: None,
+        loaded: dict[str, torch.Tensor] | None = None,
+        says: str = "default",
     ) -> None:
+        self.says = says
         self.tp = tp
         self.layout = SGLang(model=SHAPE, tp=tp, on_gpu=False)
         self.models = [Model(self.layout, rank, dtype) for rank in range(tp)]
         for rank, model in enumerate(self.models):
-            model.fill(self.layout, rank, checkpoint(0))
+            model.fill(self.layout, rank, loaded or checkpoint(0))
         self.receivers = [Receiver(rank=rank, world=tp) for rank in range(tp)]
         self.version = "0"
         self.is_paused = self.has_session = False
@@ -215,7 +227,8 @@ class BedEngine:
         return (503, {}) if found is None else (200, found)
 
     def do_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
-        return 200, {"tp_size": self.tp, "dp_size": 1, "device": "cpu", "custom_weight_loader": [LOADER]}
+        facts = {"tp_size": self.tp, "dp_size": 1, "device": "cpu", "custom_weight_loader": [LOADER]}
+        return 200, facts | {"weight_version": self.says}
 
     def do_ready(self, body: dict[str, Any]) -> tuple[int, Any]:
         return (503 if self.is_paused else 200), {}

@@ -111,7 +111,9 @@ def main(rank: int, store: str, folder: Path) -> None:
         order = json.loads(line)
         key = f"{order['transport']} {order['source']}"
         if key not in pushers:
-            config = PushConfig(way="staged", transport=order["transport"], bucket_bytes=64 * 1024, timeout_s=60)
+            config = PushConfig(
+                way="staged", transport=order["transport"], bucket_bytes=64 * 1024, timeout_s=60, delta_history=4
+            )
             pushers[key] = Pusher(order["urls"], config=config)
         print(json.dumps(carry_out(order, pushers[key], folder)), flush=True)
     for pusher in pushers.values():

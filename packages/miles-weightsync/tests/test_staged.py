@@ -206,3 +206,56 @@ def test_a_dead_engine_holds_nobody_up_and_comes_back_with_a_full_push_beside_a_
     assert report.engines[1].reason == "the engine serves other weights than those pushed last"
     for engine in (good, joiner):
         assert_serves(engine, 1, steps=2, stamp=3)
+
+
+@pytest.mark.parametrize(("history", "kind"), [(0, "full"), (1, "full"), (2, "delta"), (9, "delta")])
+def test_an_engine_that_missed_pushes_gets_one_folded_delta(
+    bed: Callable[..., BedEngine], history: int, kind: str
+) -> None:
+    here, away = bed(tp=2), bed()
+    with Pusher([here.url, away.url], config=replace(CONFIG, delta_history=history)) as pusher:
+        whole = pusher.push(shards(checkpoint(1)), version=1).engines[1].bytes
+        pusher.set_engines([here.url])
+        for steps in (1, 2):
+            pusher.push(shards(checkpoint(1, steps=steps)), version=1 + steps)
+        assert_serves(away, 1)
+        pusher.set_engines([here.url, away.url])
+        report = pusher.push(shards(checkpoint(1, steps=3)), version=4)
+        for engine in (here, away):
+            assert_serves(engine, 1, steps=3, stamp=4)
+        assert [outcome.kind for outcome in report.engines] == ["delta", kind]
+        assert (report.engines[1].bytes < whole / 3) == (kind == "delta")
+        report = pusher.push(shards(checkpoint(1, steps=4)), version=5)
+    assert [outcome.kind for outcome in report.engines] == ["delta", "delta"]
+    assert_serves(away, 1, steps=4, stamp=5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "says", "kind"),
+    [(1, "2", "delta"), (2, "3", "delta"), (1, "3", "full"), (1, "77", "full"), (1, "default", "full")],
+)
+def test_an_engine_that_starts_from_a_pushed_version_is_believed_once_checked(
+    bed: Callable[..., BedEngine], steps: int, says: str, kind: str
+) -> None:
+    here = bed(tp=2)
+    with Pusher([here.url], config=replace(CONFIG, delta_history=3)) as pusher:
+        for version in (1, 2, 3):
+            pusher.push(shards(checkpoint(1, steps=version - 1)), version=version)
+        back = bed(tp=2, loaded=checkpoint(1, steps=steps), says=says)
+        pusher.set_engines([here.url, back.url])
+        report = pusher.push(shards(checkpoint(1, steps=3)), version=4)
+        for engine in (here, back):
+            assert_serves(engine, 1, steps=3, stamp=4)
+        assert [outcome.kind for outcome in report.engines] == ["delta", kind]
+        report = pusher.push(shards(checkpoint(1, steps=4)), version=5)
+    assert [outcome.kind for outcome in report.engines] == ["delta", "delta"]
+    assert_serves(back, 1, steps=4, stamp=5)
+
+
+def test_a_history_without_an_effect_is_refused() -> None:
+    with pytest.raises(PushConfigError, match="`delta_history = 2` has no effect with `way = tensor`"):
+        PushConfig(delta_history=2)
+    with pytest.raises(PushConfigError, match="no effect"):
+        replace(CONFIG, delta="off", delta_history=2)
+    with pytest.raises(PushConfigError, match="at least 0"):
+        replace(CONFIG, delta_history=-1)

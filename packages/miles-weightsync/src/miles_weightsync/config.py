@@ -38,6 +38,9 @@ class PushConfig:
     delta: Literal["off", "fast", "small"] = "fast"
     """Codec for what changed since the last push, in the `staged` way. Keeps a copy of the rank's shards on the host;
     a full push is sent where a delta has no base or does not pay."""
+    delta_history: int = 0
+    """Pushes that an engine may have missed and still gets a delta, folded into one. Each costs an encoding of the
+    rank's shards after its push, and the memory of a delta; 0 sends such an engine everything."""
     max_inflight_bytes: int = 1 << 30
     """Bytes that a rank has packed and not yet delivered in the `staged` way, over all engines."""
     listen_host: str = "127.0.0.1"
@@ -58,6 +61,13 @@ class PushConfig:
             raise PushConfigError(f"`timeout_s` is {self.timeout_s}; it must be positive.")
         if self.max_inflight_bytes < 1:
             raise PushConfigError(f"`max_inflight_bytes` is {self.max_inflight_bytes}; it must be at least 1.")
+        if self.delta_history < 0:
+            raise PushConfigError(f"`delta_history` is {self.delta_history}; it must be at least 0.")
+        if self.delta_history and (self.way != "staged" or self.delta == "off"):
+            raise PushConfigError(
+                f"`delta_history = {self.delta_history}` has no effect with `way = {self.way}` and "
+                f"`delta = {self.delta}`; remove it."
+            )
         if self.way == "staged" and self.verify == "none":
             raise PushConfigError(
                 "`verify = none` has no effect with `way = staged`, which always verifies; remove it."

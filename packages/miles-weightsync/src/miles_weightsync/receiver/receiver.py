@@ -1,8 +1,8 @@
 """One engine rank's side of the commit protocol.
 
 Two threads meet here under one lock: a thread of ours that answers the leader's control connection while requests run
-(table, prepare, verify, finalize, discard), and the engine's own thread, which calls `run` through SGLang's custom
-loader while generation is paused (attach, commit, undo, check). Only the latter touches parameters.
+(table, prepare, verify, finalize, adopt, discard), and the engine's own thread, which calls `run` through SGLang's
+custom loader while generation is paused (attach, commit, undo, check). Only the latter touches parameters.
 """
 
 from __future__ import annotations
@@ -165,6 +165,8 @@ class Receiver:
                 return self._verify(message)
             case "finalize":
                 return self._finalize(message)
+            case "adopt":
+                return self._adopt(message)
             case "discard":
                 self._discard()
                 return {}
@@ -216,6 +218,13 @@ class Receiver:
         self._serves = {"version": staged.order.version, "content": staged.order.content}
         self._is_broken = False
         self._drop()
+        return {}
+
+    def _adopt(self, message: Message) -> Message:
+        """What the engine loaded itself has been compared: it is a version that the leader pushed to others."""
+        if self._serves["content"] is not None or self._is_broken or self._staged is not None:
+            raise Refused(f"this rank serves {self._serves['content']}; there is nothing to adopt")
+        self._serves = {"version": int(message["version"]), "content": str(message["content"])}
         return {}
 
     def _commit(self, epoch: int) -> Message:

@@ -120,7 +120,7 @@ class StagedLane:
     def _write(self, senders: Senders) -> None:
         job = self._job
         starts = None if job.sizes_R is None else [_starts(sizes) for sizes in job.sizes_R]
-        senders.order(self._index, job.plan, self._regions, starts, self._deadline.left())
+        senders.order(self._index, job.plan, self._regions, starts, job.base, self._deadline.left())
         self._written = senders.collect(self._index, job.plan, timeout_s=self._deadline.left())
         self._bytes = sum(int(said["bytes"]) for said in self._written)
 

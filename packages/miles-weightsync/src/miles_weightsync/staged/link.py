@@ -38,6 +38,8 @@ class Link:
         self._channels: list[Channel] = []
         self.hosts: tuple[str, ...] = ()
         self.known_plan: str | None = None
+        self.claims: int | None = None
+        """Version that a server says it has loaded itself, which nobody has checked; None where it serves a push."""
         self.states: list[Message] = []
 
     @classmethod
@@ -83,6 +85,8 @@ class Link:
         except BaseException:
             link.close()
             raise
+        if link.content is None and link.is_whole and not was_paused:
+            link.claims = _number(info.get("weight_version"))
         link.hosts = tuple(str(hello["host"]) for hello in hellos)
         return link, _shape(info, hellos)
 
@@ -140,6 +144,11 @@ class Link:
         if problems:
             raise SyncError("; ".join(dict.fromkeys(problems)), phase="control")
         return answers
+
+    def adopt(self, version: int, content: str, deadline: Deadline) -> None:
+        """Tell every rank that what its server loaded has been found to be a version that was pushed."""
+        self.ask({"op": "adopt", "version": version, "content": content}, deadline)
+        self.refresh(deadline)
 
     def refresh(self, deadline: Deadline) -> None:
         """Ask every rank what it serves."""
@@ -218,6 +227,13 @@ class Link:
                 self._client.resume(patience)
         except EngineRequestError:
             pass  # it is not reachable; what made us leave is told
+
+
+def _number(text: object) -> int | None:
+    try:
+        return int(str(text))
+    except ValueError:
+        return None
 
 
 def _answer(channel: Channel, nonce: str, deadline: Deadline) -> Message:

@@ -30,12 +30,14 @@ from ..layout import ShardSpec
 from ..report import EngineOutcome
 from ..shard import ShardLike, collect
 from ..transports import Outbox, make_outbox
-from ..wire import Channel
+from ..wire import Channel, Message
 from .check import Differences, compare, run_check
+from .deltas import Blobs, Sizes, judge
+from .engines import Engine, recognise
 from .lane import Job, StagedLane
 from .link import Link
 from .rendezvous import Rendezvous
-from .sender import Blobs, Sender, Senders, piece_checksums
+from .sender import Sender, Senders, piece_checksums
 from .tables import EnginePlan, EngineShape, plan_engine
 from .values import Snapshot, Values
 
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from ..config import PushConfig
 
 _MIN_BUCKET_BYTES = 64 * 1024
-_PAYS_BELOW = 0.5
-"""A delta is sent when it has less than this share of the bytes of a full push."""
 _GRACE_S = 30.0
 
 
@@ -59,26 +59,13 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
-    """What every rank hears about an engine."""
-
-    url: str
-    key: str
-    shape: EngineShape | None
-    """Only when the ranks have not seen its key before."""
-    content: str | None
-    error: str | None
-    """Why it cannot be pushed to."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Said:
     """What a rank tells the others first."""
 
     version: int
     host: str
     digest: str
-    engines: tuple[_Engine, ...]
+    engines: tuple[Engine, ...]
     address: tuple[str, int, str]
     """Host, port and token of the leader's rendezvous."""
 
@@ -97,7 +84,7 @@ class StagedPushes:
         self._told: set[str] = set()
         self._layout: tuple[tuple[str, ...], dict[int, str], list[list[ShardSpec]]] | None = None
         self._plans: dict[tuple[str, int], EnginePlan | str] = {}
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(history=config.delta_history)
         self._rendezvous: Rendezvous | None = None
         self._outbox: Outbox | None = None
 
@@ -120,12 +107,22 @@ class StagedPushes:
             clock.lap("plan")
             self._count += 1
             content = self._ranks.agree("plan", lambda: f"{self._name}:{self._count}")[0]
+            if self._config.delta != "off":
+                engines = recognise(
+                    engines,
+                    plans,
+                    ranks=self._ranks,
+                    snapshot=self._snapshot,
+                    check=lambda e, p, sums: compare(p, sums, self._run_check(e.url, p, deadline)).is_equal,
+                    links=self._links,
+                    deadline=deadline,
+                )
             blobs, sizes = self._encode(values, engines, plans)
             clock.lap("encode")
             outcomes = self._send(version, content, values, engines, plans, blobs, sizes, said_R[0].address, deadline)
             clock.lap("send")
             if any(outcome.ok for outcome in outcomes) and self._config.delta != "off":
-                self._ranks.agree("resume", lambda: self._keep(values, plans, content))
+                self._ranks.agree("resume", lambda: self._keep(values, plans, content, version))
                 clock.lap("keep")
         used = [plan for plan in plans if isinstance(plan, EnginePlan)]
         return Result(
@@ -161,11 +158,8 @@ class StagedPushes:
                 for engine, plan in zip(said_R[0].engines, plans, strict=True):
                     if isinstance(plan, str):
                         raise SyncError(f"{engine.url}: {plan}", phase="verify")
-                    link = self._links[engine.url]
-                    answers = run_check(
-                        self._clients[engine.url], link, plan, pause=self._config.pause, deadline=deadline
-                    )
-                    found[engine.url] = compare(plan, [sums[plan.key] for sums in sums_R], answers)
+                    answers = self._run_check(engine.url, plan, deadline)
+                    found[engine.url] = compare(plan, [sums[plan.key] or [] for sums in sums_R], answers)
                 return found
 
             return self._ranks.agree("verify", check)[0]
@@ -186,6 +180,9 @@ class StagedPushes:
             self._outbox.close()
             self._outbox = None
 
+    def _run_check(self, url: str, plan: EnginePlan, deadline: Deadline) -> list[Message]:
+        return run_check(self._clients[url], self._links[url], plan, pause=self._config.pause, deadline=deadline)
+
     def _gather(
         self,
         shards: Iterable[ShardLike],
@@ -195,7 +192,7 @@ class StagedPushes:
         deadline: Deadline,
         held: ExitStack,
     ) -> _Said:
-        engines: tuple[_Engine, ...] = ()
+        engines: tuple[Engine, ...] = ()
         address = ("", 0, "")
         if self._ranks.is_leader:
             held.enter_context(exclusive(urls))
@@ -209,7 +206,7 @@ class StagedPushes:
             address = (socket.gethostname(), rendezvous.port, token)
         return _Said(version, host_id(), digest, engines, address)
 
-    def _attach_all(self, urls: Sequence[str], deadline: Deadline) -> tuple[_Engine, ...]:
+    def _attach_all(self, urls: Sequence[str], deadline: Deadline) -> tuple[Engine, ...]:
         """Bring every link up; all engines at the same time."""
         for url in set(self._links) - set(urls):
             self._links.pop(url).close()
@@ -218,7 +215,7 @@ class StagedPushes:
         with ThreadPoolExecutor(len(urls), thread_name_prefix="weightsync attach") as pool:
             return tuple(pool.map(self._attach, urls, [deadline] * len(urls)))
 
-    def _attach(self, url: str, deadline: Deadline) -> _Engine:
+    def _attach(self, url: str, deadline: Deadline) -> Engine:
         client = self._clients.setdefault(url, EngineClient(url, api_key=self._api_key))
         try:
             link = self._links.get(url)
@@ -234,10 +231,10 @@ class StagedPushes:
                 if self._config.transport == "shm" and any(host != host_id() for host in link.hosts):
                     raise SyncError("it does not share this host's memory; use `transport = tcp`.", phase="attach")
         except WeightSyncError as error:
-            return _Engine(url, "", None, None, str(error))
+            return Engine(url, "", None, None, None, str(error))
         key = self._keys[url]
         shape = None if key in self._told else self._shapes[key]
-        return _Engine(url, key, shape, link.content, None)
+        return Engine(url, key, shape, link.content, link.claims if link.content is None else None, None)
 
     def _is_usable(self, link: Link, deadline: Deadline) -> bool:
         """Whether the receivers still listen to us, and none holds a commit that nobody brought to an end."""
@@ -293,46 +290,37 @@ class StagedPushes:
         return found
 
     def _encode(
-        self, values: Values, engines: Sequence[_Engine], plans: Sequence[EnginePlan | str]
-    ) -> tuple[Blobs | None, dict[str, tuple[tuple[int, ...], ...] | str]]:
-        """Deltas for the engines that serve what was pushed last, and by engine shape the bytes of every bucket."""
-        wanted = {
-            plan.key: plan
+        self, values: Values, engines: Sequence[Engine], plans: Sequence[EnginePlan | str]
+    ) -> tuple[Mapping[str, Blobs], Sizes]:
+        """Deltas from each of the weights that engines serve, and the bytes of every bucket, or why there is none."""
+        wanted: dict[tuple[str, str], EnginePlan] = {
+            (plan.key, engine.content): plan
             for engine, plan in zip(engines, plans, strict=True)
-            if isinstance(plan, EnginePlan)
-            and self._config.delta != "off"
-            and engine.content is not None
-            and engine.content == self._snapshot.content
+            if isinstance(plan, EnginePlan) and engine.content is not None
         }
-        if not wanted or self._config.delta == "off":
-            return None, {}
-        blobs = Blobs(values, self._snapshot, self._config.delta)
-        mine_R = self._ranks.agree(
-            "encode", lambda: {key: blobs.sizes(p.loads.get(self._ranks.rank, ())) for key, p in wanted.items()}
-        )
-        sizes: dict[str, tuple[tuple[int, ...], ...] | str] = {}
-        for key, plan in wanted.items():
-            parts = [mine[key] for mine in mine_R]
-            if any(part is None for part in parts):
-                sizes[key] = "not every tensor has a base or a codec"
-                continue
-            of = {(dst, index): size for part in parts for dst, index, size in part or ()}
-            table_R = tuple(
-                tuple(of[dst, index] for index in range(len(table.buckets))) for dst, table in enumerate(plan.tables_R)
-            )
-            share = sum(of.values()) / max(plan.nbytes, 1)
-            sizes[key] = table_R if share < _PAYS_BELOW else f"the delta would have {share:.0%} of the bytes"
-        return blobs, sizes
+        if self._config.delta == "off" or not wanted:  # alike on every rank
+            return {}, {}
+        blobs: dict[str, Blobs] = {}
+        for _, content in wanted:
+            if content not in blobs and (base := self._snapshot.at(content)) is not None:
+                blobs[content] = Blobs(values, base, self._config.delta)
+
+        def sizes(key: str, content: str) -> list[tuple[int, int, int]] | None:
+            loads = wanted[key, content].loads.get(self._ranks.rank, ())
+            return blobs[content].sizes(loads) if content in blobs else None
+
+        mine_R = self._ranks.agree("encode", lambda: {of: sizes(*of) for of in wanted})
+        return blobs, {of: judge(plan, [mine[of] for mine in mine_R]) for of, plan in wanted.items()}
 
     def _send(
         self,
         version: int,
         content: str,
         values: Values,
-        engines: Sequence[_Engine],
+        engines: Sequence[Engine],
         plans: Sequence[EnginePlan | str],
-        blobs: Blobs | None,
-        sizes: Mapping[str, tuple[tuple[int, ...], ...] | str],
+        blobs: Mapping[str, Blobs],
+        sizes: Sizes,
         address: tuple[str, int, str],
         deadline: Deadline,
     ) -> tuple[EngineOutcome, ...]:
@@ -377,9 +365,9 @@ class StagedPushes:
         self,
         version: int,
         content: str,
-        engines: Sequence[_Engine],
+        engines: Sequence[Engine],
         plans: Sequence[EnginePlan | str],
-        sizes: Mapping[str, tuple[tuple[int, ...], ...] | str],
+        sizes: Sizes,
         token: str,
         deadline: Deadline,
     ) -> list[EngineOutcome]:
@@ -407,13 +395,12 @@ class StagedPushes:
         self,
         version: int,
         content: str,
-        engine: _Engine,
+        engine: Engine,
         plan: EnginePlan,
-        sizes: Mapping[str, tuple[tuple[int, ...], ...] | str],
+        sizes: Sizes,
     ) -> Job:
-        size = sizes.get(plan.key)
-        is_base = engine.content is not None and engine.content == self._snapshot.content
-        if is_base and isinstance(size, tuple):
+        size = None if engine.content is None else sizes.get((plan.key, engine.content))
+        if isinstance(size, tuple):
             base, sizes_R, reason = engine.content, size, None
         else:
             base, sizes_R, reason = None, None, self._why_full(engine, size)
@@ -427,14 +414,14 @@ class StagedPushes:
             transport=self._config.transport,
         )
 
-    def _why_full(self, engine: _Engine, size: tuple[tuple[int, ...], ...] | str | None) -> str:
+    def _why_full(self, engine: Engine, size: str | None) -> str:
         if self._config.delta == "off":
             return "`delta` is off"
         if self._snapshot.content is None:
             return "nothing was pushed before"
-        if engine.content != self._snapshot.content:
+        if engine.content is None or self._snapshot.at(engine.content) is None:
             return "the engine serves other weights than those pushed last"
-        return size if isinstance(size, str) else "there is no delta"
+        return size or "there is no delta"
 
     def _outbox_options(self) -> dict[str, object]:
         """Mooncake's sender must be reachable itself."""
@@ -442,7 +429,7 @@ class StagedPushes:
             return {}
         return {"host": socket.gethostbyname(socket.gethostname())}
 
-    def _keep(self, values: Values, plans: Sequence[EnginePlan | str], content: str) -> None:
+    def _keep(self, values: Values, plans: Sequence[EnginePlan | str], content: str, version: int) -> None:
         """What some engine serves now is the base of the next deltas; the others get a full push."""
         items = [
             item
@@ -451,7 +438,7 @@ class StagedPushes:
             for load in plan.loads.get(self._ranks.rank, ())
             for item in load.items
         ]
-        self._snapshot.take(values, items, content)
+        self._snapshot.take(values, items, content, version)
 
     def _dial(self, address: tuple[str, int, str], deadline: Deadline) -> Channel:
         """Call the leader: on its own host by loopback, else by name."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import xxhash
@@ -22,53 +22,28 @@ from numpy.typing import NDArray
 from ..errors import SyncError, TransportError
 from ..transports import Outbox, Region, Ticket
 from ..wire import Channel, ConnectionLost, Message
-from .tables import EnginePlan, Item, Load
-from .values import Snapshot, Values
+from .deltas import Blobs
+from .tables import EnginePlan, Load
+from .values import Base, Values
 
-Codec = Literal["fast", "small"]
-"""See `delta`."""
-
-
-class Blobs:
-    """The deltas of one push: each piece encoded once, whatever the number of engines that need it."""
-
-    def __init__(self, values: Values, snapshot: Snapshot, codec: Codec) -> None:
-        self._values, self._snapshot = values, snapshot
-        self._codec: Codec = codec
-        self._known: dict[Item, bytes] = {}
-
-    def sizes(self, loads: Sequence[Load]) -> list[tuple[int, int, int]] | None:
-        """(engine rank, bucket, bytes) of each bucket; None where there is nothing to take a difference to."""
-        found: list[tuple[int, int, int]] = []
-        for load in loads:
-            blobs = [self._encode(item) for item in load.items]
-            if any(blob is None for blob in blobs):
-                return None
-            found.append((load.dst, load.bucket, sum(len(blob or b"") for blob in blobs)))
-        return found
-
-    def of(self, load: Load) -> list[bytes]:
-        """One blob a piece, encoded before by `sizes`."""
-        return [self._known[_key(item)] for item in load.items]
-
-    def _encode(self, item: Item) -> bytes | None:
-        from .. import delta
-
-        key = _key(item)
-        if key not in self._known:
-            old = self._snapshot.read(item)
-            if old is None or old.itemsize > 4:
-                return None
-            self._known[key] = delta.encode(old, self._values.read(item), codec=self._codec)
-        return self._known[key]
+PieceChecksums = list[tuple[int, int, list[str]]]
+"""(engine rank, bucket, xxh3-128 of every piece)"""
 
 
 class Sender:
     """Carries out the leader's orders for one push."""
 
     def __init__(
-        self, channel: Channel, outbox: Outbox, values: Values, *, rank: int, window_bytes: int, blobs: Blobs | None
+        self,
+        channel: Channel,
+        outbox: Outbox,
+        values: Values,
+        *,
+        rank: int,
+        window_bytes: int,
+        blobs: Mapping[str, Blobs],
     ) -> None:
+        """`blobs` are the deltas by the content that they start from."""
         self._channel, self._outbox, self._values, self._rank = channel, outbox, values, rank
         self._window_bytes = window_bytes
         self._blobs = blobs
@@ -104,7 +79,8 @@ class Sender:
         regions = [Region.from_json(text) for text in message["regions"]]
         try:
             starts = cast("list[list[int]] | None", message["starts"])
-            answer |= self._write(engine, regions, loads, starts, float(message["timeout_s"]))
+            base = cast("str | None", message["base"])
+            answer |= self._write(engine, regions, loads, starts, base, float(message["timeout_s"]))
         except Exception as error:  # the boundary of this thread: the leader must hear of it, whatever it is
             known = isinstance(error, TransportError | SyncError)
             answer = {"engine": engine, "op": "failed", "error": str(error) if known else repr(error)}
@@ -120,6 +96,7 @@ class Sender:
         regions: list[Region],
         loads: Sequence[Load],
         starts: list[list[int]] | None,
+        base: str | None,
         timeout_s: float,
     ) -> Message:
         deadline = time.monotonic() + timeout_s
@@ -134,8 +111,8 @@ class Sender:
             nbytes = load.nbytes
             blobs = None
             if starts is not None:
-                assert self._blobs is not None, "a delta was ordered that was never encoded"
-                blobs = self._blobs.of(load)
+                assert base is not None, "a delta starts from something"
+                blobs = self._blobs[base].of(load)
                 nbytes = sum(map(len, blobs))
             while flying and sum(ticket.nbytes for ticket in flying) + nbytes > self._window_bytes:
                 self._outbox.wait([flying.pop(0)], timeout_s=max(deadline - time.monotonic(), 0.0))
@@ -174,12 +151,16 @@ class Sender:
         return state.hexdigest()
 
 
-def piece_checksums(values: Values, loads: Sequence[Load]) -> list[tuple[int, int, list[str]]]:
-    """(engine rank, bucket, xxh3-128 of every piece) of what this rank would send."""
-    return [
-        (load.dst, load.bucket, [xxhash.xxh3_128_hexdigest(values.read(i).view(np.uint8).data) for i in load.items])
-        for load in loads
-    ]
+def piece_checksums(values: Values | Base, loads: Sequence[Load]) -> PieceChecksums | None:
+    """Of what this rank would send; None where it does not hold a piece of an earlier version."""
+    found: PieceChecksums = []
+    for load in loads:
+        bits = [values.read(item) for item in load.items]
+        if any(each is None for each in bits):
+            return None
+        sums = [xxhash.xxh3_128_hexdigest(each.view(np.uint8).data) for each in bits if each is not None]
+        found.append((load.dst, load.bucket, sums))
+    return found
 
 
 class Senders:
@@ -194,11 +175,17 @@ class Senders:
             threading.Thread(target=self._listen, args=(rank, channel), daemon=True).start()
 
     def order(
-        self, engine: int, plan: EnginePlan, regions: list[str], starts: list[list[int]] | None, left_s: float
+        self,
+        engine: int,
+        plan: EnginePlan,
+        regions: list[str],
+        starts: list[list[int]] | None,
+        base: str | None,
+        left_s: float,
     ) -> None:
-        """Have every rank write its part."""
+        """Have every rank write its part; `starts` and `base` are those of a delta."""
         message: Message = {"op": "write", "engine": engine, "plan": plan.key, "regions": regions, "starts": starts}
-        message["timeout_s"] = left_s
+        message |= {"base": base, "timeout_s": left_s}
         with self._answers:
             for rank in plan.loads:
                 self._said.pop((engine, rank), None)
@@ -258,8 +245,3 @@ class Senders:
             with self._answers:
                 self._lost[rank] = str(error)
                 self._answers.notify_all()
-
-
-def _key(item: Item) -> Item:
-    """A piece wherever it lies in a bucket."""
-    return item._replace(start=0)
