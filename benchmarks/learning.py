@@ -15,18 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles_rollout.advantages import AdvantageRows, Rewards, grpo
+from running import run_miles
 
-HERE = Path(__file__).parent
 RUNS: Mapping[str, Sequence[str]] = {
     "real": (),
     "lr = 0": ("--train.optimizer.lr", "0"),
@@ -61,7 +58,7 @@ def main() -> None:
 
 def _warm_up(seed: int, out: Path) -> Path:
     """The model that every run of this seed starts from."""
-    run = _miles(
+    run = run_miles(
         ("sft", "@", "quickstart", *_seeded(seed), "--sft.data-args.seed", str(seed)), out=out, name=f"warm-up-{seed}"
     )
     return run / "checkpoints" / "final"
@@ -70,7 +67,7 @@ def _warm_up(seed: int, out: Path) -> Path:
 def _run(seed: int, name: str, words: Sequence[str], *, model: Path, out: Path, steps: int) -> dict[str, float]:
     began = time.monotonic()
     start = ("--model.path", str(model), "--model.builder", "none", "--model.builder-args", "{}", "--sft.steps", "0")
-    run = _miles(
+    run = run_miles(
         ("rl", "@", "quickstart", "--run.seed", str(seed), *start, "--run.steps", str(steps), *words),
         out=out,
         name=f"{name.replace(' ', '')}-{seed}",
@@ -84,25 +81,6 @@ def _run(seed: int, name: str, words: Sequence[str], *, model: Path, out: Path, 
         "loop_s": json.loads((run / "summary.json").read_text())["seconds"],
         "wall_s": time.monotonic() - began,
     }
-
-
-def _miles(words: Sequence[str], *, out: Path, name: str) -> Path:
-    """Run the command; its run directory. Its output goes to a file beside it."""
-    out.mkdir(parents=True, exist_ok=True)
-    console = ("--run.dir", str(out), "--run.name", name, "--monitor.console", "plain")
-    taken = set(out.iterdir())
-    with (out / f"{name}.txt").open("w") as log:
-        status = subprocess.run(
-            [sys.executable, "-m", "miles_core", *words, *console],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
-    if status:
-        raise SystemExit(f"{name} ended with status {status}; see {out / name}.txt")
-    return next(path for path in out.iterdir() if path.is_dir() and path not in taken)
 
 
 def _seeded(seed: int) -> Sequence[str]:

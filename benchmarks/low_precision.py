@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from running import run_miles
+
 SEEDS = (0, 1, 2)
 FORMATS: Mapping[str, Sequence[str]] = {"moe": ("nvfp4", "fp8", "mxfp8", "int4"), "dense": ("fp8", "mxfp8", "int4")}
 MAX_GAP = 1e-4
@@ -132,20 +131,7 @@ def _miles(words: Sequence[str], *, out: Path, name: str) -> Path:
         return folder
     if folder.exists():
         raise SystemExit(f"{folder} was left unfinished; remove it.")
-    out.mkdir(parents=True, exist_ok=True)
-    console = ("--run.dir", str(out), "--run.name", name, "--monitor.console", "plain")
-    with (out / f"{name}.txt").open("w") as log:
-        status = subprocess.run(
-            [sys.executable, "-m", "miles_core", *words, *console],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
-    if status:
-        raise SystemExit(f"{name} ended with status {status}; see {out / name}.txt")
-    return folder
+    return run_miles(words, out=out, name=name)
 
 
 def _line(row: Row) -> str:

@@ -33,7 +33,7 @@ from ..errors import TransportError
 from .base import Bytes, Region
 from .links import describe, dial, hang_up, receive, reply
 from .memory import Memory
-from .outgoing import OutboxBase, Write
+from .outgoing import LinkedOutbox, Write
 from .reception import SocketInbox
 
 _PIECE_BYTES = 8 << 20
@@ -292,14 +292,13 @@ class _Visit:
             self._outbox.lost(piece.write, self.problem)
 
 
-class OneSidedOutbox(OutboxBase):
+class OneSidedOutbox(LinkedOutbox):
     """Writes by a transfer engine. When `cancel` returns nothing more lands, unless the receiver stands still: then
     what is under way may land later, and the inbox keeps that memory aside."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self._visits: dict[tuple[object, ...], _Visit] = {}
         self._buffers: list[Bytes] = []
 
     def borrow(self) -> Bytes:
@@ -321,35 +320,11 @@ class OneSidedOutbox(OutboxBase):
         np.copyto(buffer[: stop - start], write.data[start:stop])
         return self.engine.submit(target, pointer, buffer[: stop - start])
 
-    def arrived(self, write: Write) -> None:
-        """For the visits: a piece is in place."""
-        self._finish(write)
-
-    def lost(self, write: Write, problem: TransportError) -> None:
-        """For the visits: a piece will never be in place."""
-        if not write.is_cancelled:
-            self._finish(write, TransportError(f"The write of {write} failed: {problem}"))
-
-    def _begin(self, write: Write) -> None:
-        with self._changed:
-            visit = self._visits.get(write.region.key)
-            if visit is None or visit.problem is not None:
-                visit = self._visits[write.region.key] = _Visit(write.region, outbox=self)
-        try:
-            visit.add(write)
-        except TransportError as problem:
-            raise TransportError(f"The write of {write} failed: {problem}") from None
-
-    def _stop(self, region: Region) -> None:
-        with self._changed:
-            visit = self._visits.pop(region.key, None)
-        if visit is not None:
-            visit.end(TransportError("it was cancelled"))
+    def _open(self, region: Region) -> _Visit:
+        return _Visit(region, outbox=self)
 
     def _shut(self) -> None:
-        for visit in list(self._visits.values()):
-            visit.end(TransportError("the outbox was closed"))
-        self._visits.clear()
+        super()._shut()
         for buffer in self._buffers:
             self.engine.unregister(buffer)
         self._buffers.clear()

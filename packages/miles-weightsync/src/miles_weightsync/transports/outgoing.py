@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -147,6 +148,58 @@ class OutboxBase(ABC):
             raise RegionError(f"A {self.transport} outbox cannot write to {region}; make one for that transport.")
         if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
             raise RegionError(f"{nbytes} bytes at offset {offset} do not lie within {region}.")
+
+
+class Link(Protocol):
+    """Brings the writes to one region over. The first problem ends it, and every write that it has."""
+
+    problem: TransportError | None
+
+    def add(self, write: Write) -> None: ...
+
+    def end(self, problem: TransportError) -> None: ...
+
+
+class LinkedOutbox(OutboxBase):
+    """An outbox with a link to each region that it writes to; after a problem the next write opens another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._links: dict[tuple[object, ...], Link] = {}
+
+    def arrived(self, write: Write) -> None:
+        """For the links: a piece is in place."""
+        self._finish(write)
+
+    def lost(self, write: Write, problem: TransportError) -> None:
+        """For the links: a piece will never be in place."""
+        if not write.is_cancelled:
+            self._finish(write, TransportError(f"The write of {write} failed: {problem}"))
+
+    @abstractmethod
+    def _open(self, region: Region) -> Link:
+        """A new link; it may not block."""
+
+    def _begin(self, write: Write) -> None:
+        with self._changed:
+            link = self._links.get(write.region.key)
+            if link is None or link.problem is not None:
+                link = self._links[write.region.key] = self._open(write.region)
+        try:
+            link.add(write)
+        except TransportError as problem:
+            raise TransportError(f"The write of {write} failed: {problem}") from None
+
+    def _stop(self, region: Region) -> None:
+        with self._changed:
+            link = self._links.pop(region.key, None)
+        if link is not None:
+            link.end(TransportError("it was cancelled"))
+
+    def _shut(self) -> None:
+        for link in list(self._links.values()):
+            link.end(TransportError("the outbox was closed"))
+        self._links.clear()
 
 
 def check_data(data: Bytes) -> None:

@@ -23,7 +23,7 @@ from ..errors import TransportError
 from .base import Region
 from .links import describe, dial, hang_up, read_reply, receive_into, reply
 from .memory import Memory
-from .outgoing import OutboxBase, Write
+from .outgoing import LinkedOutbox, Write
 from .reception import FRAME, SocketInbox, next_frame
 
 _PIECE_BYTES = 4 << 20
@@ -134,7 +134,7 @@ class _Link:
             self._outbox.lost(piece.write, self.problem)
 
 
-class TcpOutbox(OutboxBase):
+class TcpOutbox(LinkedOutbox):
     """Writes over `streams` connections to each region.
 
     What the kernel has taken when `cancel` is called, up to `buffer_bytes` on each side of each stream, may still land
@@ -147,34 +147,6 @@ class TcpOutbox(OutboxBase):
         super().__init__()
         self.streams = streams
         self.buffer_bytes = buffer_bytes
-        self._links: dict[tuple[object, ...], _Link] = {}
 
-    def arrived(self, write: Write) -> None:
-        """For the streams: a piece is in place."""
-        self._finish(write)
-
-    def lost(self, write: Write, problem: TransportError) -> None:
-        """For the streams: a piece will never be in place."""
-        if not write.is_cancelled:
-            self._finish(write, TransportError(f"The write of {write} failed: {problem}"))
-
-    def _begin(self, write: Write) -> None:
-        with self._changed:
-            link = self._links.get(write.region.key)
-            if link is None or link.problem is not None:
-                link = self._links[write.region.key] = _Link(write.region, outbox=self)
-        try:
-            link.add(write)
-        except TransportError as problem:
-            raise TransportError(f"The write of {write} failed: {problem}") from None
-
-    def _stop(self, region: Region) -> None:
-        with self._changed:
-            link = self._links.pop(region.key, None)
-        if link is not None:
-            link.end(TransportError("it was cancelled"))
-
-    def _shut(self) -> None:
-        for link in list(self._links.values()):
-            link.end(TransportError("the outbox was closed"))
-        self._links.clear()
+    def _open(self, region: Region) -> _Link:
+        return _Link(region, outbox=self)
