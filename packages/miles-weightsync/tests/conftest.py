@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from staged_bed import BedEngine
 from weightsync_fakes import FakeEngine, shm_names
 
 
@@ -31,6 +33,19 @@ def make_engine() -> Iterator[Callable[..., FakeEngine]]:
     yield make
     for fake in fakes:
         fake.stop()
+
+
+@pytest.fixture
+def bed() -> Iterator[Callable[..., BedEngine]]:
+    made: list[BedEngine] = []
+
+    def make(**options: Any) -> BedEngine:
+        made.append(BedEngine(**options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +18,6 @@ from miles_weightsync.transports.tcp import TcpOutbox
 from staged_bed import EMBEDDING, BedEngine, checkpoint, digests, shards
 
 CONFIG = PushConfig(way="staged", bucket_bytes=4096, timeout_s=20)
-
-
-@pytest.fixture
-def bed() -> Iterator[Callable[..., BedEngine]]:
-    made: list[BedEngine] = []
-
-    def make(**options: Any) -> BedEngine:
-        made.append(BedEngine(**options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
 
 
 def assert_serves(engine: BedEngine, version: int, *, steps: int = 0, stamp: int | None = None) -> None:

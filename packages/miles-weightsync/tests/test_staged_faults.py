@@ -32,19 +32,6 @@ forks.set_forkserver_preload(["miles_weightsync.push", "miles_weightsync.receive
 Bed = Callable[..., BedEngine]
 
 
-@pytest.fixture
-def bed() -> Iterator[Bed]:
-    made: list[BedEngine] = []
-
-    def make(**options: Any) -> BedEngine:
-        made.append(BedEngine(**options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
-
-
 _known: dict[int, dict[tuple[str, ...], int]] = {}
 
 

@@ -13,7 +13,7 @@ from miles_tito.errors import MilesError
 from . import rundir
 from .checkpoints import Checkpoints
 from .config import Config, to_dict
-from .config.load import load_config
+from .config.load import Loaded, load_config
 from .fingerprint import Changes, compare
 from .rundir import Kind, RunDir
 
@@ -51,13 +51,7 @@ def resume(
     loaded = load_config(words, kind=facts.kind, stored=stored)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    key = ("run" if facts.kind == "rl" else "sft", "steps")
-    asked = f"--steps {steps}" if steps is not None else f"--more {more}" if more is not None else ""
-    if asked and loaded.sources.get(key, rundir.CONFIG) != rundir.CONFIG:
-        raise ResumeError(
-            f"{asked} and `{'.'.join(key)}` of {loaded.sources[key]} contradict each other; say one of them."
-        )
-    config = _with_steps(loaded.config, facts.kind, run_dir, steps=steps, more=more)
+    config = _with_steps(loaded, facts.kind, run_dir, steps=steps, more=more)
     changes = compare({"config": stored}, {"config": to_dict(config)})
     refuse(changes, accept_changes=accept_changes)
     for sentence in changes.allowed:
@@ -81,12 +75,16 @@ def refuse(changes: Changes, *, accept_changes: bool) -> None:
         logger.warning("accepted: %s", sentence)
 
 
-def _with_steps(config: Config, kind: Kind, run_dir: RunDir, *, steps: int | None, more: int | None) -> Config:
+def _with_steps(loaded: Loaded, kind: Kind, run_dir: RunDir, *, steps: int | None, more: int | None) -> Config:
     """The configuration with its new last step, which lies behind the newest committed one."""
+    config, key = loaded.config, ("run" if kind == "rl" else "sft", "steps")
     found = Checkpoints(run_dir.checkpoints).latest()
     done = found.step if found else 0
-    if steps is not None and more is not None:
-        raise ResumeError(f"--steps {steps} and --more {more} contradict each other; say one of them.")
+    asked = [f"--{name} {value}" for name, value in (("steps", steps), ("more", more)) if value is not None]
+    if asked and loaded.sources.get(key, rundir.CONFIG) != rundir.CONFIG:
+        asked.append(f"`{'.'.join(key)}` of {loaded.sources[key]}")
+    if len(asked) > 1:
+        raise ResumeError(f"{' and '.join(asked)} contradict each other; say one of them.")
     section = config.run if kind == "rl" else config.sft
     wanted = done + more if more is not None else steps if steps is not None else section.steps
     if wanted <= done:

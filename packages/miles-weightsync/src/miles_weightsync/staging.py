@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from .bits import SIGNED
 from .buckets import Bucket, Slot, torch_dtype
 from .collective import Ranks
 from .cuda_ipc import CudaStage
@@ -25,9 +26,6 @@ from .payload import Handle, ShmHandle
 from .shm import HEADER_BYTES, Segment
 
 NUM_STAGES = 2
-
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types to move elements as: NumPy has no bfloat16 or float8."""
 
 Blocks = Mapping[ShardSpec, torch.Tensor]
 
@@ -162,7 +160,7 @@ def view(slot: Slot, data: torch.Tensor) -> torch.Tensor:
 def place(whole: torch.Tensor, box: Box, block: torch.Tensor) -> None:
     """Copy a block into its box, converting the element type on the way."""
     target = whole[tuple(slice(start, stop) for start, stop in box)]
-    integers = _SAME_SIZE.get(block.element_size())
+    integers = SIGNED.get(block.element_size())
     if block.dtype == target.dtype and block.device.type == target.device.type == "cpu" and integers is not None:
         # Not copy_(): it splits every tensor among OpenMP threads that spin for one another, and beside a busy engine
         # that costs 20 times a plain copy.

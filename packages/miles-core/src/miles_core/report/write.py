@@ -9,6 +9,7 @@ from pathlib import Path
 
 from miles_tito.errors import MilesError
 
+from miles_core.ledger import LEDGER
 from miles_core.monitor.jsonl import METRICS_FILE
 from miles_core.rundir import CONFIG
 
@@ -31,7 +32,7 @@ REPORT_FILE = "report.html"
 COMPARISON_FILE = "compare.html"
 MOST_RUNS = 7
 """As many as there are colours."""
-_OF_A_RUN = (CONFIG, METRICS_FILE, "ledger.db")
+_OF_A_RUN = (CONFIG, METRICS_FILE, LEDGER)
 
 
 class ReportError(MilesError, ValueError):

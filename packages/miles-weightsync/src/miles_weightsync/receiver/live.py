@@ -17,14 +17,13 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from ..bits import NUMPY_SIGNED, SIGNED, UNSIGNED, as_signed
 from ..layout import show
 from .table import Piece
 
 Bits = NDArray[np.unsignedinteger]
 """Elements as unsigned integers of their size."""
 
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_BYTES = 1 << 20
 """Swapped at a time: fits a core's cache."""
 DRAFT = "draft:"
@@ -87,7 +86,7 @@ class Live:
         """The live block of each piece, as signed integers of its element size."""
         parameters = self.parameters()
         for piece in pieces:
-            yield piece, parameters[piece.param].view(_SIGNED[piece.item_bytes])[piece.slices]
+            yield piece, parameters[piece.param].view(SIGNED[piece.item_bytes])[piece.slices]
 
 
 def flat(block: torch.Tensor) -> Bits:
@@ -113,7 +112,7 @@ def swap(block: torch.Tensor, staged: NDArray[np.uint8]) -> Iterator[torch.Tenso
 
 def _swap(block: torch.Tensor, new: Bits) -> None:
     if block.is_cuda:
-        host = _from_numpy(new.view(_NUMPY_SIGNED[block.element_size()]))
+        host = _from_numpy(new.view(NUMPY_SIGNED[block.element_size()]))
         old = block.clone()
         block.copy_(host, non_blocking=True)
         host.copy_(old)
@@ -146,7 +145,7 @@ def _add_cuda(block: torch.Tensor, decoded: Difference, *, undo: bool) -> None:
 
     found = cast("delta.Decoded", decoded)
     positions = _from_numpy(found.positions.astype(np.int64)).to(block.device)
-    diffs = _from_numpy(found.diffs.view(_NUMPY_SIGNED[block.element_size()])).to(block.device)
+    diffs = _from_numpy(found.diffs.view(NUMPY_SIGNED[block.element_size()])).to(block.device)
     columns = block.shape[-1]
     rows = block.reshape(-1, columns) if block.is_contiguous() else block.squeeze()
     assert rows.data_ptr() == block.data_ptr(), "a block of a parameter must be addressable by row and column"
@@ -192,12 +191,11 @@ def checksum(block: torch.Tensor) -> str:
     """xxh3-128 of one block."""
     state = xxhash.xxh3_128()
     if block.numel():
-        update(state, block.detach().view(_SIGNED[block.element_size()]))
+        update(state, as_signed(block.detach()))
     return state.hexdigest()
 
 
 _from_numpy: Callable[[object], torch.Tensor] = cast(Any, torch).from_numpy
-_NUMPY_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def _bits(block: torch.Tensor) -> Bits:

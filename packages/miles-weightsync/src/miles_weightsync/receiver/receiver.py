@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from ..bits import as_signed
 from ..collective import host_id
 from ..errors import WeightSyncError
 from ..transports import Inbox, make_inbox
@@ -268,7 +269,7 @@ class Receiver:
             elements, nonzero = covered.get(name, [0, 0])
             if elements == 0:
                 missing.append(name)
-            if elements < tensor.numel() and int(_as_bits(tensor).count_nonzero()) != nonzero:
+            if elements < tensor.numel() and int(as_signed(tensor).count_nonzero()) != nonzero:
                 padding.append(name)
         stale = derived.stale(self._live.models)
         return {"sums": sums, "missing": missing, "padding": padding, "stale": stale}
@@ -329,10 +330,6 @@ def _is_json(value: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _describe(error: Exception) -> str:

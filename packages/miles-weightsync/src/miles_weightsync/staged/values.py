@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..bits import UNSIGNED, as_signed
 from ..buckets import torch_dtype
 from ..layout import Box, ShardSpec
 from ..planner.plan import within
 from .tables import Item
 
 Bits = NDArray[np.unsignedinteger]
-
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Values:
@@ -143,4 +141,4 @@ def _difference(old: Bits, new: Bits) -> bytes:
 
 def _bits(tensor: torch.Tensor, dtype: str) -> Bits:
     sent = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
-    return sent.view(_SIGNED[sent.element_size()]).numpy().view(_UNSIGNED[sent.element_size()])
+    return as_signed(sent).numpy().view(UNSIGNED[sent.element_size()])

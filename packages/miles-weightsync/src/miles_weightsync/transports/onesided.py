@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +32,7 @@ from ..errors import TransportError
 from .base import Bytes, Region
 from .links import describe, dial, hang_up, receive, reply
 from .memory import Memory
-from .outgoing import LinkedOutbox, Write
+from .outgoing import LinkedOutbox, Piece, Write, split
 from .reception import SocketInbox
 
 _PIECE_BYTES = 8 << 20
@@ -157,20 +156,13 @@ class OneSidedInbox(SocketInbox):
                 raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    write: Write
-    start: int
-    stop: int
-
-
 class _Visit:
     """The writes to one region, by one thread, and another that listens for `stop`."""
 
     def __init__(self, region: Region, *, outbox: OneSidedOutbox) -> None:
         self._region, self._outbox = region, outbox
         self._changed = threading.Condition()
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[Piece] = deque()
         self._connection: socket.socket | None = None
         self._is_in = False
         self.problem: TransportError | None = None
@@ -178,12 +170,11 @@ class _Visit:
         self._thread.start()
 
     def add(self, write: Write) -> None:
-        starts = range(0, write.nbytes, _PIECE_BYTES)
-        write.pending = len(starts)
+        pieces = split(write, _PIECE_BYTES)
         with self._changed:
             if self.problem is not None:
                 raise self.problem
-            self._queue.extend(_Piece(write, start, min(start + _PIECE_BYTES, write.nbytes)) for start in starts)
+            self._queue.extend(pieces)
             self._changed.notify_all()
 
     def end(self, problem: TransportError) -> None:
@@ -229,7 +220,7 @@ class _Visit:
 
     def _bring(self, target: object, pointer: int) -> bool:
         """Write until there is a problem; whether all writes that were begun have ended."""
-        under_way = deque[tuple[object, Bytes, _Piece]]()
+        under_way = deque[tuple[object, Bytes, Piece]]()
         buffers = [self._outbox.borrow() for _ in range(_PIECES_UNDER_WAY)]
         try:
             while (piece := self._take(wait=not under_way)) is not None or under_way:
@@ -256,7 +247,7 @@ class _Visit:
                 _never_freed.append(buffer)
                 self._fail(TransportError("it was given up"), [piece])
 
-    def _finish_one(self, handle: object, piece: _Piece) -> bool:
+    def _finish_one(self, handle: object, piece: Piece) -> bool:
         """Wait for a write under way; False when it is given up, having been told to stop."""
         pause, deadline = 20e-6, None
         while True:
@@ -274,13 +265,13 @@ class _Visit:
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
 
-    def _take(self, *, wait: bool) -> _Piece | None:
+    def _take(self, *, wait: bool) -> Piece | None:
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._queue or self.problem is not None)
             return self._queue.popleft() if self._queue else None
 
-    def _fail(self, problem: TransportError, pieces: Sequence[_Piece] = ()) -> None:
+    def _fail(self, problem: TransportError, pieces: Sequence[Piece] = ()) -> None:
         with self._changed:
             self.problem = self.problem or problem
             lost = [*pieces, *self._queue]

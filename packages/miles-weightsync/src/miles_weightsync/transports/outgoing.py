@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,22 @@ class Write:
 
     def __str__(self) -> str:
         return f"{self.nbytes} bytes at offset {self.offset} of {self.region}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """data[start:stop] of a write."""
+
+    write: Write
+    start: int
+    stop: int
+
+
+def split(write: Write, piece_bytes: int) -> list[Piece]:
+    """A write in pieces, each of which has to arrive."""
+    starts = range(0, write.nbytes, piece_bytes)
+    write.pending = len(starts)
+    return [Piece(write, start, min(start + piece_bytes, write.nbytes)) for start in starts]
 
 
 class OutboxBase(ABC):

@@ -17,13 +17,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 from ..errors import TransportError
 from .base import Region
 from .links import describe, dial, hang_up, read_reply, receive_into, reply
 from .memory import Memory
-from .outgoing import LinkedOutbox, Write
+from .outgoing import LinkedOutbox, Piece, Write, split
 from .reception import FRAME, SocketInbox, next_frame
 
 _PIECE_BYTES = 4 << 20
@@ -43,13 +42,6 @@ class TcpInbox(SocketInbox):
             reply(connection)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    write: Write
-    start: int
-    stop: int
-
-
 class _Link:
     """The streams to one region. The first problem ends all of them, and every write that they have."""
 
@@ -57,18 +49,17 @@ class _Link:
         self._region = region
         self._outbox = outbox
         self._changed = threading.Condition()
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[Piece] = deque()
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self.problem: TransportError | None = None
 
     def add(self, write: Write) -> None:
-        starts = range(0, write.nbytes, _PIECE_BYTES)
-        write.pending = len(starts)
+        pieces = split(write, _PIECE_BYTES)
         with self._changed:
             if self.problem is not None:
                 raise self.problem
-            self._queue.extend(_Piece(write, start, min(start + _PIECE_BYTES, write.nbytes)) for start in starts)
+            self._queue.extend(pieces)
             while len(self._threads) < min(self._outbox.streams, len(self._queue)):
                 thread = threading.Thread(target=self._run, name="weightsync-tcp-out", daemon=True)
                 self._threads.append(thread)
@@ -83,7 +74,7 @@ class _Link:
                 thread.join()
 
     def _run(self) -> None:
-        under_way: deque[_Piece] = deque()
+        under_way: deque[Piece] = deque()
         try:
             connection = dial(
                 self._region,
@@ -110,19 +101,19 @@ class _Link:
                 raise self.problem
             self._connections.add(connection)
 
-    def _take(self, *, wait: bool) -> _Piece | None:
+    def _take(self, *, wait: bool) -> Piece | None:
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._queue or self.problem is not None)
             return self._queue.popleft() if self._queue else None
 
-    def _send(self, connection: socket.socket, piece: _Piece) -> None:
+    def _send(self, connection: socket.socket, piece: Piece) -> None:
         write = piece.write
         frame = FRAME.pack(write.region.epoch, write.offset + piece.start, piece.stop - piece.start)
         connection.sendall(frame, socket.MSG_MORE)
         connection.sendall(write.data.data[piece.start : piece.stop])
 
-    def _fail(self, problem: TransportError, under_way: tuple[_Piece, ...] | deque[_Piece]) -> None:
+    def _fail(self, problem: TransportError, under_way: tuple[Piece, ...] | deque[Piece]) -> None:
         with self._changed:
             self.problem = self.problem or problem
             lost = [*under_way, *self._queue]
