@@ -34,10 +34,16 @@ EXPERTS: dict[str, Any] = {
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 TURNS = 3
+OLD = ((3, 3, 3),)
+NEW = ((5, 5, 5), (3, 5, 5), (3, 3, 5))
+"""Numbers that the calls of a transcript look at: under the new weights also after turns that the old ones took."""
+LEARNED = 0.005
+"""Nats a token; the three transcripts of NEW leave .0026, as nothing says which one it will be."""
+MAX_STEPS = 500
 
 
 def make_versions(folder: Path, *, experts: bool) -> tuple[Path, Path]:
-    """Two folders of one model, weights 0 and 1: it has learned to call `look`, and then to look at another number."""
+    """Two folders of one model, weights 0 and 1: it has learned to call `look`, then to look at another number."""
     import torch
     import transformers
 
@@ -50,28 +56,39 @@ def make_versions(folder: Path, *, experts: bool) -> tuple[Path, Path]:
     else:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     folders = folder / "version_0", folder / "version_1"
-    for path, number, steps in zip(folders, (3, 5), (120, 30), strict=True):
+    for path, numbers in zip(folders, (OLD, NEW), strict=True):
         write_tokenizer(path)
-        _learn(model, path, number, steps)
+        _learn(model, path, numbers)
         model.save_pretrained(path)
     torch.set_num_threads(threads)
     return folders
 
 
-def _learn(model: Any, folder: Path, number: int, steps: int) -> None:
+def _learn(model: Any, folder: Path, numbers: tuple[tuple[int, ...], ...]) -> None:
+    """Until it knows the transcripts so well that whatever it samples calls the tool."""
     import torch
 
-    tokenizer = load_tokenizer(folder)
-    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"n": number}}}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "what is there?"}]
-    for turn in range(TURNS):
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": f"nothing at {turn}", "tool_call_id": "c"})
-    text = tokenizer.render(normalize(messages), tools=[TOOL])
-    batch = torch.from_numpy(tokenizer.encode_guarded(text)).long()[None]
+    batch = torch.stack([_transcript(folder, of_turns) for of_turns in numbers])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(steps):
+    for _ in range(MAX_STEPS):
         loss = model(batch, labels=batch).loss
+        if loss.item() < LEARNED:
+            return
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    raise AssertionError(f"after {MAX_STEPS} steps the loss is {loss.item():.4f} nats a token, wanted below {LEARNED}")
+
+
+def _transcript(folder: Path, of_turns: tuple[int, ...]) -> Any:
+    """Tokens [T] of a dialogue whose turn i looks at number `of_turns[i]`."""
+    import torch
+
+    tokenizer = load_tokenizer(folder)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "what is there?"}]
+    for turn, number in enumerate(of_turns):
+        call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"n": number}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": f"nothing at {turn}", "tool_call_id": "c"})
+    text = tokenizer.render(normalize(messages), tools=[TOOL])
+    return torch.from_numpy(tokenizer.encode_guarded(text)).long()
