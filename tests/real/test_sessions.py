@@ -127,7 +127,7 @@ def _auth(policy: Policy) -> dict[str, str]:
     return {"Authorization": f"Bearer {policy.api_key}"}
 
 
-async def push(url: str, folder: Path, pause: Literal["retract", "abort"], *, verify: bool) -> None:
+async def push(url: str, folder: Path, pause: Literal["retract", "abort"]) -> None:
     """Weights of `folder` as version 1."""
     from miles_weightsync import Pusher
     from safetensors.torch import load_file
@@ -135,7 +135,7 @@ async def push(url: str, folder: Path, pause: Literal["retract", "abort"], *, ve
     tensors = load_file(folder / "model.safetensors")
     whole = {name: tuple((0, size) for size in tensor.shape) for name, tensor in tensors.items()}
     shards = [Shard(n, tuple(t.shape), t.dtype, whole[n], t) for n, t in tensors.items()]
-    config = PushConfig(pause=pause, verify="checksum" if verify else "none", dtype="keep", timeout_s=60)
+    config = PushConfig(pause=pause, dtype="keep", timeout_s=60)
     with Pusher([url], config=config) as pusher:
         await asyncio.to_thread(pusher.push, shards, version=1)
 
@@ -186,7 +186,7 @@ async def test_samples_of_sessions_that_ran_through_a_weight_update_are_what_tra
             await asyncio.sleep(0.05)
         # A request that is taken back is read again; one that is aborted is continued by the session server.
         pause = "abort" if served.experts else "retract"
-        await push(served.url, served.folders[1], pause, verify=not served.experts)
+        await push(served.url, served.folders[1], pause)
         await http.post(f"{served.url}/slow_down", json={"forward_sleep_time": None})
         num_calls = sum(await asyncio.gather(*agents))
         samples: list[Sample] = []

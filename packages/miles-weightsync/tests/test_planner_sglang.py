@@ -128,3 +128,6 @@ def test_a_receiver_writes_what_sglang_loads_parameter_for_parameter(kind: str, 
             pusher.push(shards(mine), version=2)
         assert checksums(url) == loaded
         assert greedy(url) == said
+        with Pusher([url], config=PushConfig(bucket_bytes=64 * 1024, timeout_s=60)) as pusher:
+            assert pusher.push(shards(other), version=3).engines[0].verified == "all"
+        assert checksums(url) == now

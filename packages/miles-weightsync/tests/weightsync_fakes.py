@@ -33,6 +33,18 @@ SHAPES = {
 }
 
 
+CONFIG = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 12,
+    "vocab_size": 10,
+    "tie_word_embeddings": True,
+}
+
+
 class AShard(NamedTuple):
     """Not the package's class: shards are matched by structure."""
 
@@ -81,7 +93,7 @@ class FakeEngine:
         self.params = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in SHAPES.items()}
         self._folder = tempfile.TemporaryDirectory()
         self.folder = self._folder.name
-        (Path(self.folder) / "config.json").write_text(json.dumps({"num_key_value_heads": 2}))
+        (Path(self.folder) / "config.json").write_text(json.dumps(CONFIG))
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.fail_at: int | None = None
         """Index of the request that is answered with 500 and not carried out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,11 @@ from .layout import Box, ShardSpec, check_cover, volume
 ALIGN_BYTES = 64
 """Every tensor of a bucket starts at a multiple of this, so a view in its dtype is valid and copies are aligned."""
 
-_FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FUSED_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,12 @@ class Bucket:
 
 
 def make_buckets(
-    specs_R: Sequence[Sequence[ShardSpec]], *, bucket_bytes: int, dtype: str | None = None, align: int = ALIGN_BYTES
+    specs_R: Sequence[Sequence[ShardSpec]],
+    *,
+    bucket_bytes: int,
+    dtype: str | None = None,
+    kept: Collection[str] = (),
+    align: int = ALIGN_BYTES,
 ) -> tuple[Bucket, ...]:
     """Plan which rank sends what into which bucket; equal input gives an equal plan on every rank.
 
@@ -72,6 +81,7 @@ def make_buckets(
         specs_R: for each rank R, the shards it holds.
         bucket_bytes: a bucket is closed before it grows past this.
         dtype: element type that floating-point tensors are sent as; None keeps theirs.
+        kept: tensors that keep their element type whatever `dtype` is.
         align: start every tensor at a multiple of this; with 1 a bucket has no gaps, and one that would start a
             tensor off its element size is closed first.
 
@@ -86,7 +96,8 @@ def make_buckets(
     for name in sorted(tensors, key=load_order):
         spec, holders = tensors[name]
         check_cover(name, spec.shape, [(ranks[0], box) for box, ranks in holders.items()])
-        sent_as = dtype if dtype is not None and torch_dtype(spec.dtype).is_floating_point else spec.dtype
+        converts = dtype is not None and torch_dtype(spec.dtype).is_floating_point and name not in kept
+        sent_as = dtype if converts else spec.dtype
         slot = Slot(name, spec.shape, sent_as, spec.dtype, -(-end // align) * align, _choose_senders(holders, sent_R))
         if slots and (slot.stop > bucket_bytes or slot.start % torch_dtype(sent_as).itemsize):
             buckets.append(Bucket(len(buckets), tuple(slots)))
@@ -101,7 +112,7 @@ def make_buckets(
 def load_order(name: str) -> tuple[object, ...]:
     """Sort key: layers in number order, and the parts of a fused parameter side by side in the order of fusion.
 
-    Checksums of fused parameters are computed while buckets pass by, so their parts must follow one another.
+    Checksums of fused parameters are computed while buckets pass by: a part that comes before its turn is kept.
     """
     position = 0
     for group in _FUSED_TOGETHER:

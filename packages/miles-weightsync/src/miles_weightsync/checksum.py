@@ -1,43 +1,50 @@
 """The checksums that an engine should report after a push, computed while its buckets pass by.
 
 An engine hashes each of its own parameters (`/weights_checker`): SHA-256 cut to 64 bits on a CPU, a tile hash on a GPU,
-over the bytes as they lie there. Fused parameters are the rows of their parts one after the other, so their hash is
-fed part by part; nothing is kept but the hash states.
+over the bytes as they lie there. The planner says which parts of which tensors lie where in a parameter.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from .buckets import Bucket, Slot, torch_dtype
+from .buckets import Bucket, torch_dtype
 from .engine import EngineFacts
-from .engine_layouts import ARCHITECTURES, Division, Placement, local_block, local_shape, locate
+from .parameter_hash import ParameterHash
+from .planner import Part, SGLang
+from .planner.sglang import NOT_FROM_CHECKPOINTS
 from .staging import view
-from .tile_hash import TileHash
 
 _SHOWN = 6
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
     """All that the expected checksums depend on; engines that share it share the work."""
 
-    is_known: bool
-    """The architecture's layout is known. If not, only parameters with their checkpoint name can be checked."""
-    division: Division
-    dp: int
+    model: SGLang | None
+    """None where it is not known how parameters lie: only those with their checkpoint name can be checked."""
+    tp: int
+    replicas: int
+    """Data-parallel copies of the whole model."""
+    on_gpu: bool
     dtype: str | None
 
     @classmethod
     def of(cls, facts: EngineFacts) -> EngineLayout:
-        division = Division(tp=facts.tp, num_kv_heads=facts.num_kv_heads, on_gpu=facts.device != "cpu")
-        is_known = facts.is_plain and division.is_plain and facts.architecture in ARCHITECTURES
-        return cls(is_known=is_known, division=division, dp=facts.dp, dtype=facts.dtype)
+        spreads_attention = facts.layout is not None and facts.layout.dp > 1
+        return cls(
+            model=facts.layout,
+            tp=facts.tp,
+            replicas=1 if spreads_attention else facts.dp,
+            on_gpu=facts.device != "cpu",
+            dtype=facts.dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,27 +64,37 @@ class Comparison:
 class ExpectedChecksums:
     """Hash the buckets of one push as an engine of this layout will hold them."""
 
-    def __init__(self, layout: EngineLayout, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, layout: EngineLayout) -> None:
         self._layout = layout
-        self._open_P: dict[tuple[int, str], _Hash] = {}
-        self._done_R: list[dict[str, str]] = [{} for _ in range(layout.division.tp)]
-        self._parts: dict[str, int] = {}
-        self._bytes: dict[str, int] = {}
-        for slot in (slot for bucket in buckets for slot in bucket.slots):
-            if (place := self._locate(slot)) is not None:
-                self._parts[place.param] = self._parts.get(place.param, 0) + 1
-                self._bytes[place.param] = self._bytes.get(place.param, 0) + self._local_bytes(slot, place)
+        self._kept = layout.model.model.always_float32() if layout.model is not None else frozenset[str]()
+        self._places_R = [_places(layout.model, rank) for rank in range(layout.tp)] if layout.model is not None else []
+        self._open_P: dict[tuple[int, str], ParameterHash] = {}
+        self._done_R: list[dict[str, str]] = [{} for _ in range(layout.tp)]
+        self._unused: set[str] = set()
+        for places, done in zip(self._places_R, self._done_R, strict=False):
+            done |= {name: self._hash_of_padding(shape) for name, shape in places.padding.items()}
 
     def add(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Take a bucket as it is staged; buckets come in order."""
+        """Take a bucket as it is staged."""
         for slot in bucket.slots:
-            if (place := self._locate(slot)) is None:
-                continue
             whole = view(slot, data)
+            name = _full_name(slot.name)
             if self._layout.dtype is not None and whole.is_floating_point():
-                whole = whole.to(torch_dtype(self._layout.dtype))
-            for rank in range(self._layout.division.tp):
-                self._feed(rank, place, local_block(whole, place, self._layout.division, rank=rank))
+                whole = whole.to(torch.float32 if name in self._kept else torch_dtype(self._layout.dtype))
+            if self._layout.model is not None:
+                self._add_known(name, whole)
+            elif self._layout.tp == 1:
+                box = tuple((0, size) for size in whole.shape)
+                part = Part(slot.name, box, slot.name, tuple(whole.shape), (0,) * whole.dim())
+                self._feed(0, part, [part], whole)
+
+    def _add_known(self, name: str, whole: torch.Tensor) -> None:
+        if not self._places_R[0].knows(name):
+            self._unused.add(name)
+        for rank, places in enumerate(self._places_R):
+            for part in places.parts.get(name, ()):
+                block = whole[tuple(slice(start, stop) for start, stop in part.box)]
+                self._feed(rank, part, places.of_param[part.param], block)
 
     def compare(self, reported_R: Sequence[Mapping[str, str]], *, trusted: frozenset[str] = frozenset()) -> Comparison:
         """Name what differs, what the engine has and did not get, and what it got and does not have.
@@ -87,7 +104,7 @@ class ExpectedChecksums:
             trusted: with an unknown layout, names that an earlier push found equal: those must stay equal, while a
                 difference in another one may be the layout's (padding, another element type).
         """
-        expected_R = self._done_R * self._layout.dp
+        expected_R = self._done_R * self._layout.replicas
         if len(reported_R) != len(expected_R):
             problem = f"the engine reported {len(reported_R)} ranks, expected {len(expected_R)}"
             return Comparison(problems=(problem,), num_equal=0, equal=frozenset(), num_unknown=0)
@@ -98,11 +115,11 @@ class ExpectedChecksums:
             where = f" on rank {rank}" if len(expected_R) > 1 else ""
             shared = expected.keys() & reported.keys()
             different = {name for name in shared if expected[name] != reported[name]}
-            missing = reported.keys() - expected.keys()
+            missing = {n for n in reported.keys() - expected.keys() if not n.endswith(NOT_FROM_CHECKPOINTS)}
             num_equal += len(shared) - len(different)
             unequal |= different | missing
-            if self._layout.is_known:
-                unused = expected.keys() - reported.keys() - _explained_by_tying(expected, reported)
+            if self._layout.model is not None:
+                unused = (expected.keys() | self._unused) - reported.keys() - _explained_by_tying(expected, reported)
                 problems += _problem(f"{len(missing)} parameters of the engine were not pushed{where}", missing)
                 problems += _problem(f"{len(unused)} pushed parameters do not exist in the engine{where}", unused)
             else:
@@ -112,53 +129,58 @@ class ExpectedChecksums:
         equal = frozenset(name for expected in self._done_R for name in expected) - unequal
         return Comparison(problems=tuple(problems), num_equal=num_equal, equal=equal, num_unknown=num_unknown)
 
-    def _locate(self, slot: Slot) -> Placement | None:
-        if self._layout.is_known:
-            return locate(slot.name)
-        return Placement(slot.name, 0, 1, "none") if self._layout.division.tp == 1 else None
+    def _hash_of_padding(self, shape: tuple[int, ...]) -> str:
+        dtype = torch_dtype(self._layout.dtype or "bfloat16")
+        return ParameterHash(shape, [], on_gpu=self._layout.on_gpu, item_bytes=dtype.itemsize).hexdigest()
 
-    def _local_bytes(self, slot: Slot, place: Placement) -> int:
-        """Bytes of one rank's block."""
-        dtype = torch_dtype(slot.dtype)
-        if self._layout.dtype is not None and dtype.is_floating_point:
-            dtype = torch_dtype(self._layout.dtype)
-        return math.prod(local_shape(slot.shape, place, self._layout.division)) * dtype.itemsize
-
-    def _feed(self, rank: int, place: Placement, block: torch.Tensor) -> None:
-        key = (rank, place.param)
+    def _feed(self, rank: int, part: Part, parts: Sequence[Part], block: torch.Tensor) -> None:
+        key = (rank, part.param)
         state = self._open_P.get(key)
         if state is None:
-            state = self._open_P[key] = _Hash(on_gpu=self._layout.division.on_gpu, total_bytes=self._bytes[place.param])
-        state.update(block.contiguous().reshape(-1).view(torch.uint8))
-        if state.num_parts == self._parts[place.param]:
-            self._done_R[rank][place.param] = state.hexdigest()
+            state = self._open_P[key] = ParameterHash(
+                part.shape, parts, on_gpu=self._layout.on_gpu, item_bytes=block.element_size()
+            )
+        if state.add(part, block):
+            self._done_R[rank][part.param] = state.hexdigest()
             del self._open_P[key]
 
 
-class _Hash:
-    """SHA-256 or tile hash behind one face."""
+class _Places:
+    """Where the checkpoint's tensors lie in the parameters of one rank."""
 
-    def __init__(self, *, on_gpu: bool, total_bytes: int) -> None:
-        self._tiles = TileHash(total_bytes) if on_gpu else None
-        self._sha = hashlib.sha256()
-        self.num_parts = 0
+    def __init__(self, layout: SGLang, rank: int) -> None:
+        model = layout.model
+        parts = [part for part in layout.parts(rank) if part.model == "target"]
+        if model.tied:  # an engine that ties its head to the embedding has none; one that was pushed must equal it
+            parts += [p._replace(name=_HEAD, param=_HEAD) for p in parts if p.name == _EMBEDDING]
+        self.parts: dict[str, list[Part]] = {}
+        self.of_param: dict[str, list[Part]] = {}
+        for part in parts:
+            self.parts.setdefault(part.name, []).append(part)
+            self.of_param.setdefault(part.param, []).append(part)
+        self.padding = {name: shape for name, shape in layout.params(rank).items() if name not in self.of_param}
+        """Parameters that hold nothing of any tensor."""
+        self._names = {tensor.name for tensor in model.tensors()} | ({_HEAD} if model.tied else set[str]())
 
-    def update(self, data: torch.Tensor) -> None:
-        self.num_parts += 1
-        if self._tiles is not None:
-            self._tiles.update(data)
-        else:
-            self._sha.update(data.cpu().numpy().data)
+    def knows(self, name: str) -> bool:
+        """Whether the model has such a tensor, here or elsewhere, or the engine ignores it (rotary tables)."""
+        return name in self._names or "rotary_emb." in name
 
-    def hexdigest(self) -> str:
-        return self._tiles.hexdigest() if self._tiles is not None else self._sha.hexdigest()[:16]
+
+@lru_cache(maxsize=64)
+def _places(layout: SGLang, rank: int) -> _Places:
+    return _Places(layout, rank)
+
+
+def _full_name(name: str) -> str:
+    """Models without a head leave the prefix away."""
+    return f"model.{name}" if name.startswith(("layers.", "embed_tokens.", "norm.")) else name
 
 
 def _explained_by_tying(expected: Mapping[str, str], reported: Mapping[str, str]) -> set[str]:
-    """An engine that ties its output layer has no `lm_head`; one that was pushed must equal the embedding."""
-    head, embedding = expected.get("lm_head.weight"), expected.get("model.embed_tokens.weight")
-    is_tied = "lm_head.weight" not in reported and head is not None and head == embedding
-    return {"lm_head.weight"} if is_tied else set()
+    head = expected.get(_HEAD)
+    is_tied = _HEAD not in reported and head is not None and head == expected.get(_EMBEDDING)
+    return {_HEAD} if is_tied else set()
 
 
 def _problem(what: str, unordered: Iterable[str]) -> list[str]:

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from .config import Pause
-from .errors import EngineRequestError
+from .errors import EngineRequestError, ShardError
 from .payload import LOAD_FORMAT, encode_command
+from .planner import ModelShape, SGLang
 
 _FLUSH_WAIT_S = 30.0
 """How long a flush may wait for requests that are just being retracted or aborted."""
@@ -47,10 +48,8 @@ class EngineFacts:
     tp: int
     dtype: str | None
     """Element type of its parameters; None when it was started with `auto` and its config file cannot be read."""
-    num_kv_heads: int | None
-    is_plain: bool
-    """No quantisation, no pipeline or expert parallelism or data-parallel attention: parameters lie as the
-    architecture's layout says."""
+    layout: SGLang | None
+    """How its parameters lie; None where that is not known."""
     dp: int
     """Data-parallel replicas of the whole model."""
 
@@ -75,15 +74,13 @@ class EngineClient:
         model = self._call("GET", "/model_info", None, deadline)
         config = _read_model_config(str(args.get("model_path", "")))
         architectures = model.get("architectures") or [""]
-        splits = [int(args.get(key) or 1) for key in ("pp_size", "attn_dp_size", "ep_size")]
         return EngineFacts(
             url=self.url,
             architecture=str(architectures[0]),
             device=str(args.get("device") or "cuda"),
             tp=int(args.get("tp_size") or 1),
             dtype=_resolve_dtype(str(args.get("dtype") or "auto"), config),
-            num_kv_heads=config.get("num_key_value_heads"),
-            is_plain=args.get("quantization") is None and all(size == 1 for size in splits),
+            layout=_layout(args, {"architectures": architectures, **config}),
             dp=int(args.get("dp_size") or 1),
         )
 
@@ -226,6 +223,19 @@ def _json_object(answer: httpx.Response) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+
+
+def _layout(args: dict[str, Any], config: dict[str, Any]) -> SGLang | None:
+    """The planner's layout of an engine whose live parameters are what was loaded."""
+    runner = str(args.get("moe_runner_backend") or "auto")
+    if args.get("quantization") is not None or runner not in ("auto", "triton"):  # others shuffle expert weights
+        return None
+    try:
+        layout = SGLang.from_server_info(args, model=ModelShape.from_hf(config))
+    except ShardError:
+        return None
+    may_fuse = layout.on_gpu and layout.model.n_shared_experts == 1 and not args.get("disable_shared_experts_fusion")
+    return None if may_fuse else layout
 
 
 def _read_model_config(model_path: str) -> dict[str, Any]:

@@ -58,24 +58,31 @@ class Fleet:
         if self._config.dtype != "auto":
             return None if self._config.dtype == "keep" else self._config.dtype
         layouts = {lane.url: EngineLayout.of(lane.facts) for lane in self._lanes if lane.facts and not lane.failed}
-        dtypes = {layout.dtype for layout in layouts.values() if layout.is_known}
+        dtypes = {layout.dtype for layout in layouts.values() if layout.model is not None}
         if len(dtypes) > 1:
             held = ", ".join(f"{url}: {layout.dtype}" for url, layout in layouts.items())
             raise SyncError(f"The engines hold different element types ({held}); set `dtype`.", phase="prepare")
         return dtypes.pop() if dtypes else None
 
-    def expect(self, buckets: Sequence[Bucket]) -> None:
+    def kept(self) -> frozenset[str]:
+        """Tensors that keep their element type when the others are converted to the engines'."""
+        if self._config.dtype != "auto":
+            return frozenset()
+        layouts = {lane.facts.layout for lane in self._lanes if lane.facts and lane.facts.layout}
+        return frozenset(name for layout in layouts for name in layout.model.always_float32())
+
+    def expect(self) -> None:
         """Prepare the checksums of every layout in the fleet."""
         for lane in self._lanes:
             if lane.facts is not None and not lane.failed:
                 layout = EngineLayout.of(lane.facts)
-                self._expected.setdefault(layout, ExpectedChecksums(layout, buckets))
+                self._expected.setdefault(layout, ExpectedChecksums(layout))
 
     @property
     def unknown_architectures(self) -> set[str]:
         """Architectures that can be verified in part only."""
         lanes = [lane for lane in self._lanes if lane.facts is not None]
-        return {lane.facts.architecture for lane in lanes if lane.facts and not EngineLayout.of(lane.facts).is_known}
+        return {lane.facts.architecture for lane in lanes if lane.facts and lane.facts.layout is None}
 
     def open(self, *, session: bool) -> None:
         for lane in self._lanes:

@@ -237,25 +237,26 @@ class Pusher:
             blocks.update(collect(shards))
             fleet.probe()
             digest = hashlib.sha256(repr(list(blocks)).encode()).hexdigest()
-            return _Said(version, host_id(), digest, fleet.sent_dtype())
+            return _Said(version, host_id(), digest, fleet.sent_dtype(), fleet.kept())
 
         said_R = self._ranks.agree("prepare", read)
         if len({said.version for said in said_R}) > 1:
             raise SyncError(f"The ranks push different versions: {[s.version for s in said_R]}.", phase="prepare")
         self._version = version
-        key = (tuple(said.digest for said in said_R), said_R[0].dtype)
+        key = (tuple(said.digest for said in said_R), said_R[0].dtype, said_R[0].kept)
         if self._planned is None or self._planned[0] != key:
-            self._planned = key, self._plan(list(blocks), dtype=said_R[0].dtype)
+            self._planned = key, self._plan(list(blocks), dtype=said_R[0].dtype, kept=said_R[0].kept)
         buckets = self._planned[1]
         if self._config.verify == "checksum":
-            fleet.expect(buckets)
+            fleet.expect()
             self._warn_once(fleet)
         return blocks, buckets, [said.host == said_R[0].host for said in said_R]
 
-    def _plan(self, specs: list[ShardSpec], *, dtype: str | None) -> tuple[Bucket, ...]:
+    def _plan(self, specs: list[ShardSpec], *, dtype: str | None, kept: frozenset[str]) -> tuple[Bucket, ...]:
         specs_R = self._ranks.agree("prepare", lambda: specs)
         align = ALIGN_BYTES if self._config.way == "tensor" else 1
-        buckets = make_buckets(specs_R, bucket_bytes=self._config.bucket_bytes, dtype=dtype, align=align)
+        limit = self._config.bucket_bytes
+        buckets = make_buckets(specs_R, bucket_bytes=limit, dtype=dtype, kept=kept, align=align)
         if not buckets:
             raise ShardError("No rank gave a shard; there is nothing to push.")
         return buckets
@@ -362,6 +363,8 @@ class _Said(NamedTuple):
     host: str
     digest: str
     dtype: str | None
+    """Element type of what is sent; the leader's word counts, as for `kept`."""
+    kept: frozenset[str]
 
 
 def _raise_failures(outcomes: tuple[EngineOutcome, ...], version: int) -> None:

@@ -7,7 +7,7 @@ them (`models/llama.py`, `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `glm4_moe.py`, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from ..errors import ShardError
@@ -118,7 +118,8 @@ class ModelShape:
             head_dim=qk_dim if mla else read.number("head_dim", read.number("hidden_size") // heads),
             intermediate_size=read.number("intermediate_size"),
             vocab_size=read.number("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            # SGLang's Qwen3-MoE has a head of its own even where the config ties it.
+            tied=bool(config.get("tie_word_embeddings", False)) and architecture != "Qwen3MoeForCausalLM",
             qkv_bias=architecture == "Qwen2ForCausalLM" or (bool(config.get("attention_bias")) and not mla),
             qk_norm=architecture.startswith("Qwen3") or bool(config.get("use_qk_norm")),
             num_experts=experts if ARCHITECTURES[architecture] != "dense" else 0,
@@ -137,6 +138,10 @@ class ModelShape:
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             fp8_block=read.fp8_block(),
         )
+
+    def always_float32(self) -> frozenset[str]:
+        """Tensors that engines keep in float32 whatever their element type is."""
+        return frozenset(t.name for t in replace(self, dtype="bfloat16").tensors() if t.dtype == "float32")
 
     def tensors(self) -> Iterator[Tensor]:
         """Every checkpoint tensor in order; parts of a fused engine parameter follow one another."""

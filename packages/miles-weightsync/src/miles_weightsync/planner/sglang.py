@@ -36,6 +36,8 @@ _FUSED = {
     "weights_proj": "wk_weights_proj",
 }
 _EXPERT = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+NOT_FROM_CHECKPOINTS = (".k_scale", ".v_scale")
+"""Ends of the names of live parameters that no checkpoint tensor fills."""
 _DRAFT_TOP = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
 
 
@@ -158,25 +160,35 @@ class SGLang:
 
     def parts(self, rank: int) -> list[Part]:
         """Where every box of a rank lies in the parameters of its model, as they are right after loading."""
-        rows: dict[tuple[str, str], int] = {}
-        found: list[tuple[Tensor, Box, str, str, int, int | None]] = []
+        shapes, placed = self._placed(rank)
+        return [
+            Part(tensor.name, box, param, shapes[model, param], start, model)
+            for tensor, box, model, param, start in placed
+            if volume(box)
+        ]
+
+    def params(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter of a rank's target model, those that hold nothing but padding included."""
+        return {param: shape for (model, param), shape in self._placed(rank)[0].items() if model == "target"}
+
+    def _placed(
+        self, rank: int
+    ) -> tuple[dict[tuple[str, str], tuple[int, ...]], list[tuple[Tensor, Box, str, str, tuple[int, ...]]]]:
+        """Shapes of all parameters by (model, parameter); and (tensor, box, model, parameter, start) of every box."""
+        rows: dict[tuple[str, str, int | None], int] = {}  # expert slots repeat the same rows: each counts its own
+        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        placed: list[tuple[Tensor, Box, str, str, tuple[int, ...]]] = []
         for tensor in self.tensors():
             for box in self._boxes(tensor, rank % self.tp):
                 model, param, slot = self._param(tensor)
-                # Expert slots repeat the same rows: count those of the slot's own gate and up only.
-                key = param, f"{model}{slot}"
-                at = rows.get(key, 0)
-                rows[key] = at + self._local_shape(tensor)[0]
-                if volume(box):
-                    found.append((tensor, box, model, param, at, slot))
-        parts: list[Part] = []
-        for tensor, box, model, param, at, slot in found:
-            shape = (rows[param, f"{model}{slot}"], *self._local_shape(tensor)[1:])
-            start = (at, *(0 for _ in box[1:]))
-            if slot is not None:
-                shape, start = (self._slots, *shape), (slot, *start)
-            parts.append(Part(tensor.name, box, param, shape, start, model))
-        return parts
+                local, at = self._local_shape(tensor), rows.get((model, param, slot), 0)
+                rows[model, param, slot] = at + local[0]
+                shape, start = (at + local[0], *local[1:]), (at, *(0 for _ in box[1:]))
+                if slot is not None:
+                    shape, start = (self._slots, *shape), (slot, *start)
+                shapes[model, param] = max(shape, shapes.get((model, param), shape))
+                placed.append((tensor, box, model, param, start))
+        return shapes, placed
 
     @property
     def _slots(self) -> int:

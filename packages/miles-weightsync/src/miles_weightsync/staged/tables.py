@@ -12,11 +12,11 @@ from ..errors import ShardError
 from ..layout import Box, ShardSpec, volume
 from ..planner import Copy, Layout, ModelShape, Part, SGLang, TensorLayout, make_plan
 from ..planner.layout import ITEM_BYTES
+from ..planner.sglang import NOT_FROM_CHECKPOINTS
 from ..receiver.table import Bucket, Piece, Table
 
 _ALIGN = 64
 _CONVERTIBLE = {"float64", "float32", "bfloat16", "float16"}
-_NOT_FROM_CHECKPOINTS = (".k_scale", ".v_scale")
 _SHOWN = 6
 
 
@@ -176,7 +176,7 @@ def _check_parts(shape: EngineShape, parts_R: Sequence[Sequence[Part]]) -> dict[
         raise ShardError(f"The plan is for {len(parts_R)} engine ranks; {len(shape.params_R)} have a receiver.")
     filled = {_live_name(part) for parts in parts_R for part in parts}  # on some ranks one may be all padding
     for rank, (parts, params) in enumerate(zip(parts_R, shape.params_R, strict=True)):
-        left = [name for name in params if name not in filled and not name.endswith(_NOT_FROM_CHECKPOINTS)]
+        left = [name for name in params if name not in filled and not name.endswith(NOT_FROM_CHECKPOINTS)]
         problems += [f"`{name}` on rank {rank} is filled by no tensor" for name in left]
         for part in parts:
             name = _live_name(part)
