@@ -70,13 +70,14 @@ def _learn(model: Any, folder: Path, numbers: tuple[tuple[int, ...], ...]) -> No
 
     batch = torch.stack([_transcript(folder, of_turns) for of_turns in numbers])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    loss = model(batch, labels=batch).loss
     for _ in range(MAX_STEPS):
-        loss = model(batch, labels=batch).loss
-        if loss.item() < LEARNED:
-            return
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss = model(batch, labels=batch).loss
+        if loss.item() < LEARNED:
+            return
     raise AssertionError(f"after {MAX_STEPS} steps the loss is {loss.item():.4f} nats a token, wanted below {LEARNED}")
 
 
