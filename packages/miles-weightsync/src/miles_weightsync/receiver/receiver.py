@@ -41,6 +41,8 @@ class Receiver:
         self._live = Live()
         self._serves: dict[str, Any] = {"version": None, "content": None}
         self._is_broken = False
+        self._has_served = False
+        """The engine was seen serving what it had loaded itself, so that this is whole."""
         self._epoch = 0
         self._staged: Staged | None = None
         self._tables: dict[str, Table] = {}
@@ -84,6 +86,7 @@ class Receiver:
             "epoch": self._epoch,
             "pending": {"version": pending.version, "content": pending.content} if pending else None,
             "broken": self._is_broken,
+            "known": self._serves["content"] is not None or (self._has_served and self._epoch > 0),
         }
 
     def close(self) -> None:
@@ -108,6 +111,7 @@ class Receiver:
                 channel.close()
                 return
             self._dismiss()
+            self._has_served |= bool(command.get("serving"))
             channel.send(hello | self._about())
         except (OSError, ConnectionLost):
             return  # the leader misses the hello and says which rank it missed

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ..engine import Deadline, EngineClient
-from ..errors import EngineRequestError, SyncError
+from ..errors import SyncError, WeightSyncError
 from ..wire import Message
 from .link import Link
 from .tables import EnginePlan
 
 if TYPE_CHECKING:
     from ..config import Pause
+
+
+_RESUME_S = 15.0
+"""How long to try to have an engine serve again after a check that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Differences:
 
 
 def run_check(client: EngineClient, link: Link, plan: EnginePlan, *, pause: Pause, deadline: Deadline) -> list[Message]:
-    """Have every rank hash its pieces while the engine is paused.
+    """Have every rank hash its pieces while the engine is paused. One that must stay paused does.
 
     Raises:
         SyncError, EngineRequestError: it did not.
@@ -49,14 +53,14 @@ def run_check(client: EngineClient, link: Link, plan: EnginePlan, *, pause: Paus
     if link.known_plan != plan.id:
         link.ask([{"op": "table", "table": table.to_json()} for table in plan.tables_R], deadline)
         link.known_plan = plan.id
-    client.pause("in_place" if pause == "abort" else pause, deadline)
-    client.open_session(deadline)
+    link.is_held = True
     try:
+        client.pause("in_place" if pause == "abort" else pause, deadline)
+        client.open_session(deadline)
         outcomes = link.command("check", deadline, plan=plan.id)
     finally:
-        with suppress(EngineRequestError):
-            client.end(deadline)
-            client.resume(deadline)
+        with suppress(WeightSyncError):  # the next push tries again
+            link.let_go(Deadline(_RESUME_S))
     problems = [
         f"rank {rank}: {(outcome or {}).get('error', 'it did not run')}"
         for rank, outcome in enumerate(outcomes)

@@ -82,6 +82,10 @@ class StagedLane:
             error = str(problem)
             senders.cancel(self._index)
             self._put_back()
+        except BaseException:  # a mistake of ours: even so, the engine must not stay paused
+            senders.cancel(self._index)
+            self._put_back()
+            raise
         phase = self._phase if error is not None else None
         if self._paused_at is not None:
             self._pause_seconds = time.monotonic() - self._paused_at
@@ -147,6 +151,7 @@ class StagedLane:
     def _stop(self) -> None:
         """Pause and drop what was computed under the old weights, before anything changes."""
         self._paused_at = time.monotonic()
+        self._link.is_held = True
         self._client.pause(self._pause, self._deadline)
         if self._pause == "in_place":
             # Running requests keep their cache by design. Without any, the prefixes of the old weights can and must go.
@@ -175,35 +180,35 @@ class StagedLane:
         self._link.refresh(self._deadline)
 
     def _serve(self) -> None:
-        self._client.end(self._deadline)
-        self._client.stamp(self._job.version, self._deadline)
-        self._client.resume(self._deadline)
+        self._link.serve(self._deadline)
         self._stop_clock()
 
     def _put_back(self) -> None:
-        """After a failure: the old version, whole, on every rank; the engine stays paused if that cannot be shown."""
+        """After a failure: one whole version on every rank, and the engine serves it, also where it was an earlier push
+        that has left it paused; it stays paused where that cannot be shown."""
         patience = Deadline(_PUT_BACK_S)
-        if self._committed:
-            return  # every rank holds the new version; the next push, or its recovery, takes it from there
         with suppress(WeightSyncError):
-            try:
-                self._link.ask({"op": "discard"}, patience)  # a commit that is still queued in the engine finds nothing
-            except SyncError:
-                if self._phase in ("prepare", "write", "verify"):
-                    raise
-            if self._phase in ("prepare", "write", "verify"):
-                return
-            self._client.open_session(patience)
-            if self._phase == "load":
+            if self._committed:  # every rank holds the new version; some may not have been told
+                self._link.ask({"op": "finalize", "content": self._job.content}, patience)
+            else:
+                self._discard(patience)
+            self._link.let_go(patience)
+            self._stop_clock()
+
+    def _discard(self, patience: Deadline) -> None:
+        """What was staged goes, also from the parameters."""
+        try:
+            self._link.ask({"op": "discard"}, patience)  # a commit that is still queued in the engine finds nothing
+        except SyncError:
+            if self._phase != "load":
+                raise
+        if self._phase == "load":
+            with suppress(WeightSyncError):  # whether it was needed, and has run, the ranks say
+                self._client.open_session(patience)
                 self._link.command("undo", patience)
-            self._link.refresh(patience)
-            if self._link.is_whole:
-                self._client.end(patience)
-                self._client.resume(patience)
-                self._stop_clock()
 
     def _stop_clock(self) -> None:
-        if self._paused_at is not None:
+        if self._paused_at is not None and not self._link.is_held:
             self._pause_seconds = time.monotonic() - self._paused_at
             self._paused_at = None
 

@@ -1,8 +1,9 @@
 """The leader's connections to the receivers of one engine: made through the engine's own endpoints, then direct.
 
 ```
- no link ──attach──▶ every rank called back ──recover──▶ whole: all ranks serve the same version
+ no link ──attach──▶ every rank called back ──recover──▶ whole: all ranks serve the same version ──serve──▶
 ```
+Whoever pauses an engine says so here (`is_held`); whatever fails then, `let_go` has it serve again if it is whole.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from ..config import LOADER
 from ..engine import Deadline, EngineClient
-from ..errors import EngineRequestError, SyncError
+from ..errors import EngineRequestError, SyncError, WeightSyncError
 from ..wire import Channel, ConnectionLost, Message
 from .rendezvous import Rendezvous, address_towards
 from .tables import EngineShape
 
 _HELLO_S = 20.0
+_LEAVE_S = 5.0
+"""How long to try to leave an engine as it was found."""
 _LAYOUT_KEYS = (
     "tp_size", "dp_size", "ep_size", "pp_size", "moe_dp_size", "attn_cp_size", "enable_dp_attention",
     "enable_dp_lm_head", "moe_dense_tp_size", "moe_a2a_backend", "speculative_algorithm", "device",
@@ -30,7 +34,8 @@ _LAYOUT_KEYS = (
 class Link:
     """All receivers of one engine, held by one sender."""
 
-    def __init__(self, client: EngineClient, token: str, tp: int, roles: Sequence[str]) -> None:
+    def __init__(self, client: EngineClient, token: str, tp: int, roles: Sequence[str], *, served_before: bool) -> None:
+        """`served_before`: it was serving when we came, so no other way of pushing has left it half."""
         self._client = client
         self.token = token
         self.tp = tp
@@ -41,6 +46,9 @@ class Link:
         self.claims: int | None = None
         """Version that a server says it has loaded itself, which nobody has checked; None where it serves a push."""
         self.states: list[Message] = []
+        self.is_held = False
+        """We have paused the engine, or found it paused, and have not had it serve again."""
+        self._served_before = served_before
 
     @classmethod
     def attach(cls, client: EngineClient, rendezvous: Rendezvous, deadline: Deadline) -> tuple[Link, EngineShape]:
@@ -62,30 +70,23 @@ class Link:
                 phase="attach",
             )
         roles = ["target", *(["draft"] if info.get("speculative_algorithm") in ("EAGLE", "NEXTN") else [])]
-        link = cls(client, rendezvous.expect(), int(info.get("tp_size") or 1), roles)
-        was_paused = client.is_paused(deadline)
-        client.pause("in_place", deadline)
-        opened = client.open_session(deadline)
+        served_before = not client.is_paused(deadline)
+        tp = int(info.get("tp_size") or 1)
+        link = cls(client, rendezvous.expect(), tp, roles, served_before=served_before)
+        hellos = link._enter(rendezvous, deadline)
         try:
-            hellos = link._call_in(rendezvous, deadline)
-        except BaseException:
-            if opened:
-                link._leave(resume=not was_paused)
-            raise
-        finally:
-            rendezvous.forget(link.token)
-        try:
-            known = any(hello["state"]["epoch"] for hello in hellos)
             link.states = [hello["state"] for hello in hellos]
-            is_whole = link._recover(deadline)
-            client.end(deadline)
-            # A stranger that was paused when we came may be mixed by another way of pushing: it waits for our version.
-            if is_whole and (known or not was_paused):
-                client.resume(deadline)
+            link._recover(deadline)
+            if link.may_serve:
+                link.serve(deadline)
+            else:
+                client.end(deadline)
         except BaseException:
+            with suppress(WeightSyncError):
+                link.let_go(Deadline(_LEAVE_S))
             link.close()
             raise
-        if link.content is None and link.is_whole and not was_paused:
+        if link.content is None and link.is_whole and served_before:
             link.claims = _number(info.get("weight_version"))
         link.hosts = tuple(str(hello["host"]) for hello in hellos)
         return link, _shape(info, hellos)
@@ -111,6 +112,12 @@ class Link:
         return not any(state["broken"] or state["pending"] for state in self.states) and (
             len({state["content"] for state in self.states}) == 1
         )
+
+    @property
+    def may_serve(self) -> bool:
+        """It is whole, and no other way of pushing can have left it half: a stranger that we found paused waits for our
+        first version."""
+        return self.is_whole and (self._served_before or all(state["known"] for state in self.states))
 
     @property
     def epoch(self) -> int:
@@ -179,9 +186,59 @@ class Link:
             raise refused
         return outcomes
 
+    def serve(self, deadline: Deadline) -> None:
+        """End the pause of an engine that is whole: close the session, stamp the version, continue.
+
+        Raises:
+            SyncError: it is not whole, and stays paused.
+            EngineRequestError: it refused, or did not answer.
+        """
+        if not self.may_serve:
+            raise SyncError(f"{self._client.url} stays paused: its ranks hold {self.states}", phase="resume")
+        try:
+            self._client.end(deadline)
+        except EngineRequestError as error:
+            if "no weight-update session" not in str(error):
+                raise
+        if self.version is not None:
+            self._client.stamp(self.version, deadline)
+        self._client.resume(deadline)
+        self.is_held = False
+
+    def let_go(self, deadline: Deadline) -> None:
+        """If the engine is held, ask its ranks what they hold, and have it serve where that is one whole version.
+
+        Raises:
+            SyncError: a rank is gone.
+            EngineRequestError: twice, it refused or did not answer. It is held still.
+        """
+        if not self.is_held:
+            return
+        self.refresh(deadline)
+        if not self.may_serve:
+            return
+        try:
+            self.serve(deadline)
+        except EngineRequestError:  # a request may have been carried out and its answer lost
+            self.serve(deadline)
+
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
+
+    def _enter(self, rendezvous: Rendezvous, deadline: Deadline) -> list[Message]:
+        """Pause the engine and have every rank call back; on failure leave it as it was found."""
+        is_ours = self._served_before  # a session that we hear nothing of: another sender's comes with a pause
+        self.is_held = True
+        try:
+            self._client.pause("in_place", deadline)
+            is_ours = self._client.open_session(deadline)
+            return self._call_in(rendezvous, deadline)
+        except BaseException:
+            self._leave(is_ours=is_ours)
+            raise
+        finally:
+            rendezvous.forget(self.token)
 
     def _call_in(self, rendezvous: Rendezvous, deadline: Deadline) -> list[Message]:
         try:
@@ -190,6 +247,7 @@ class Link:
             raise SyncError(f"There is no way to {self._client.url}: {error}", phase="attach") from None
         for role in self._roles:
             order = {"op": "attach", "token": self.token, "role": role, "host": host, "port": rendezvous.port}
+            order |= {"serving": self._served_before}
             self._client.command(json.dumps(order), LOADER, ranks=self.tp, selector=role, deadline=deadline)
         found = rendezvous.collect(
             self.token,
@@ -205,7 +263,7 @@ class Link:
         self._channels = [found[rank][0] for rank in range(self.tp)]
         return [found[rank][1] for rank in range(self.tp)]
 
-    def _recover(self, deadline: Deadline) -> bool:
+    def _recover(self, deadline: Deadline) -> None:
         """Bring an engine whose sender died in a commit to one whole version: forward if any rank has served the new
         one, which only happens when all had committed it; else back."""
         pending = {state["pending"]["content"] for state in self.states if state["pending"]}
@@ -215,18 +273,16 @@ class Link:
         elif pending:
             self.command("undo", deadline)
         self.refresh(deadline)
-        if self.version is not None:  # the sender may have died between the commit and the stamp
-            self._client.stamp(self.version, deadline)
-        return self.is_whole
 
-    def _leave(self, *, resume: bool) -> None:
-        patience = Deadline(5.0)
-        try:
-            self._client.end(patience)
-            if resume:
+    def _leave(self, *, is_ours: bool) -> None:
+        """Nothing was done here, so an engine that was serving may go on."""
+        patience = Deadline(_LEAVE_S)
+        if is_ours:
+            with suppress(EngineRequestError):
+                self._client.end(patience)
+        if is_ours and self._served_before:
+            with suppress(EngineRequestError):  # it is not reachable; what made us leave is told
                 self._client.resume(patience)
-        except EngineRequestError:
-            pass  # it is not reachable; what made us leave is told
 
 
 def _number(text: object) -> int | None:

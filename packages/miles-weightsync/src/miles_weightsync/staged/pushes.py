@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ import torch
 
 from ..collective import Ranks, host_id
 from ..engine import Deadline, EngineClient
-from ..errors import ShardError, SyncError, WeightSyncError
+from ..errors import EngineRequestError, ShardError, SyncError, WeightSyncError
 from ..guard import exclusive
 from ..layout import ShardSpec
 from ..report import EngineOutcome
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _MIN_BUCKET_BYTES = 64 * 1024
 _GRACE_S = 30.0
+_PART_S = 5.0
+"""How long to try to have an engine serve that is let go of for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,12 @@ class StagedPushes:
             clock = _Clock()
             deadline = Deadline(self._config.timeout_s)
             blocks: dict[ShardSpec, torch.Tensor] = {}
-            said_R = self._ranks.agree("prepare", lambda: self._gather(shards, blocks, version, urls, deadline, held))
+
+            def gather() -> _Said:
+                self._open_outbox()
+                return self._gather(shards, blocks, version, urls, deadline, held)
+
+            said_R = self._ranks.agree("prepare", gather)
             clock.lap("attach")
             values = Values(blocks)
             engines = said_R[0].engines
@@ -167,7 +174,7 @@ class StagedPushes:
     def close(self) -> None:
         """Let go of engines, memory and sockets."""
         for link in self._links.values():
-            link.close()
+            _part(link)
         for client in self._clients.values():
             client.close()
         self._links.clear()
@@ -209,7 +216,7 @@ class StagedPushes:
     def _attach_all(self, urls: Sequence[str], deadline: Deadline) -> tuple[Engine, ...]:
         """Bring every link up; all engines at the same time."""
         for url in set(self._links) - set(urls):
-            self._links.pop(url).close()
+            _part(self._links.pop(url))
             self._clients.pop(url).close()
         self._meet()
         with ThreadPoolExecutor(len(urls), thread_name_prefix="weightsync attach") as pool:
@@ -223,6 +230,9 @@ class StagedPushes:
                 link.close()
                 del self._links[url]
                 link = None
+            if link is not None:
+                with suppress(EngineRequestError):  # it is pushed to all the same, and serves then
+                    link.let_go(deadline)
             if link is None:
                 link, shape = Link.attach(client, self._meet(), deadline)
                 self._links[url] = link
@@ -325,9 +335,7 @@ class StagedPushes:
         deadline: Deadline,
     ) -> tuple[EngineOutcome, ...]:
         """Run the lanes on the leader and the sender on every rank."""
-        if self._outbox is None:
-            self._outbox = make_outbox(self._config.transport, **self._outbox_options())
-        outbox = self._outbox
+        outbox = self._open_outbox()
         by_key = {plan.key: plan for plan in plans if isinstance(plan, EnginePlan)}
         outcomes: list[EngineOutcome] = []
         leader: threading.Thread | None = None
@@ -423,11 +431,14 @@ class StagedPushes:
             return "the engine serves other weights than those pushed last"
         return size or "there is no delta"
 
-    def _outbox_options(self) -> dict[str, object]:
-        """Mooncake's sender must be reachable itself."""
-        if self._config.transport != "mooncake" or self._config.listen_host == "127.0.0.1":
-            return {}
-        return {"host": socket.gethostbyname(socket.gethostname())}
+    def _open_outbox(self) -> Outbox:
+        """This rank's way of sending. The first call tells whether what it needs is installed."""
+        if self._outbox is None:
+            options: dict[str, object] = {}
+            if self._config.transport == "mooncake" and self._config.listen_host != "127.0.0.1":
+                options["host"] = socket.gethostbyname(socket.gethostname())  # its sender must be reachable itself
+            self._outbox = make_outbox(self._config.transport, **options)
+        return self._outbox
 
     def _keep(self, values: Values, plans: Sequence[EnginePlan | str], content: str, version: int) -> None:
         """What some engine serves now is the base of the next deltas; the others get a full push."""
@@ -457,6 +468,13 @@ class StagedPushes:
             channel.send({"op": "hello", "token": token, "rank": self._ranks.rank})
             return channel
         raise SyncError(f"The leader of the push does not answer: {'; '.join(problems)}", phase="send")
+
+
+def _part(link: Link) -> None:
+    """Let an engine go for good: if a push has left it paused, it serves again where it is whole."""
+    with suppress(WeightSyncError):
+        link.let_go(Deadline(_PART_S))
+    link.close()
 
 
 class _Clock:
