@@ -12,10 +12,12 @@ from .shm import required_bytes, shm_free_bytes
 
 if TYPE_CHECKING:
     from .push import Pusher
+    from .stored.follow import Follower
 
 __all__ = [
     "EngineOutcome",
     "EngineRequestError",
+    "Follower",
     "PushConfig",
     "PushConfigError",
     "Pusher",
@@ -31,8 +33,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "Pusher":  # the only name that needs torch
+    if name == "Pusher":  # this and `Follower` are the only names that need torch
         from .push import Pusher
 
         return Pusher
+    if name == "Follower":
+        from .stored.follow import Follower
+
+        return Follower
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -156,6 +156,10 @@ class EngineClient:
             raise
         return False
 
+    def weight_version(self, deadline: Deadline) -> str:
+        """What the engine says that it serves: the version stamped last, else what it was started with."""
+        return str(self._call("GET", "/model_info", None, deadline).get("weight_version"))
+
     def server_info(self, deadline: Deadline) -> dict[str, Any]:
         """How the engine was started: all its options."""
         return self._call("GET", "/server_info", None, deadline)

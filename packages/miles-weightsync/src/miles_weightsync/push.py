@@ -37,6 +37,7 @@ from .shard import ShardLike, collect
 from .shm import clean_stale
 from .staged import Differences, StagedPushes
 from .staging import NUM_STAGES, Staging, write_bucket
+from .stored import StoredPushes
 
 Blocks = dict[ShardSpec, torch.Tensor]
 
@@ -67,6 +68,7 @@ class Pusher:
         self._ranks = Ranks(group, timeout_s=config.timeout_s)
         self._staging = Staging(self._ranks, kind=config.staging)
         self._staged = StagedPushes(self._ranks, config, api_key) if config.way == "staged" else None
+        self._stored = StoredPushes(self._ranks, config, api_key) if config.way == "store" else None
         self._adapters = AdapterPushes(self._ranks, timeout_s=config.timeout_s, api_key=api_key)
         self._busy = threading.Lock()
         self._version: int | None = None
@@ -93,13 +95,16 @@ class Pusher:
         Raises:
             ShardError: the shards do not make whole tensors. No engine was touched.
             SyncError: an engine or a rank failed. Engines that failed are paused and hold no usable weights until a
-                later push succeeds; the others serve `version`. `engines` says which is which (on the leader).
+                later push succeeds; the others serve `version`. `engines` says which is which (on the leader). In the
+                `store` way engines that are not there yet go on with what they serve.
         """
         if not self._busy.acquire(blocking=False):
             raise SyncError("Another push of this Pusher is running; pushes must follow one another.", phase="prepare")
         try:
             if self._staged is not None:
                 return self._push_staged(self._staged, shards, version)
+            if self._stored is not None:
+                return self._push_stored(self._stored, shards, version)
             return self._push(shards, version)
         except BaseException:
             self._staging.close()
@@ -164,6 +169,8 @@ class Pusher:
         self._staging.close()
         if self._staged is not None:
             self._staged.close()
+        if self._stored is not None:
+            self._stored.close()
 
     def __enter__(self) -> Pusher:
         return self
@@ -221,6 +228,22 @@ class Pusher:
             num_tensors=result.num_tensors,
             num_buckets=result.num_buckets,
             leader_seconds={phase: s for phase, s in result.seconds.items() if phase not in PHASES},
+            total_seconds=time.monotonic() - start,
+            engines=result.outcomes,
+        )
+
+    def _push_stored(self, stored: StoredPushes, shards: Iterable[ShardLike], version: int) -> SyncReport:
+        start = time.monotonic()
+        self._ranks.agree("prepare", lambda: self._check_version(version))
+        self._version = version
+        result = stored.push(shards, version, self._engines)
+        _raise_failures(result.outcomes, version)
+        return summarize(
+            version=version,
+            num_bytes=result.num_bytes,
+            num_tensors=result.num_tensors,
+            num_buckets=result.num_parts,
+            leader_seconds=result.seconds,
             total_seconds=time.monotonic() - start,
             engines=result.outcomes,
         )

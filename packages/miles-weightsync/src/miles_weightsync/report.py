@@ -30,13 +30,14 @@ class EngineOutcome:
     pause_seconds: float = 0.0
     """From the pause request until generation continued, or until now where it did not."""
     kind: Literal["full", "delta"] | None = None
-    """What was sent in the `staged` way."""
+    """What was sent in the `staged` way, or put into the store; None where the store had the version already."""
     reason: str | None = None
-    """Why a full push and no delta."""
+    """Why a full push and no delta; in the `store` way why either."""
     bytes: int = 0
     """Bytes written to this engine in the `staged` way."""
     serves: int | None = None
-    """Version whose weights the engine holds whole, in the `staged` way; None when that is not known."""
+    """Version whose weights the engine holds whole, in the `staged` way; None when that is not known. In the `store`
+    way the one that it says it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class SyncReport:
 
     version: int
     bytes: int
-    """Bytes of weights staged once, whatever the number of engines."""
+    """Bytes of weights staged once, whatever the number of engines; in the `store` way bytes put."""
     num_tensors: int
     num_buckets: int
     seconds: Mapping[str, float]

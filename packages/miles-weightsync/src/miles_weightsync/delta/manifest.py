@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
@@ -41,6 +42,7 @@ class Manifest:
     base: int | None
     """The version that a delta belongs on; None for full ones."""
     parts: tuple[Part, ...]
+    """Sorted by name."""
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -58,9 +60,9 @@ class Manifest:
         return sum(part.nbytes for part in self.parts)
 
     def part(self, name: str) -> Part:
-        for part in self.parts:
-            if part.name == name:
-                return part
+        at = bisect_left(self.parts, name, key=lambda part: part.name)  # `DeltaStore.publish` sorts them
+        if at < len(self.parts) and self.parts[at].name == name:
+            return self.parts[at]
         raise StoreError(f"Version {self.version} has no part {name!r}; it has {len(self.parts)} others.")
 
 

@@ -190,6 +190,17 @@ class DeltaStore:
             have = self.versions()
             raise StoreError(f"Version {version} is not in the store, which has {have[:1]} to {have[-1:]}.") from None
 
+    def identity(self, version: int) -> str:
+        """xxh3-128 of a version's manifest: tells versions of the same number apart where a store was emptied.
+
+        Raises:
+            StoreError: it is not published.
+        """
+        try:
+            return xxhash.xxh3_128_hexdigest(self._files.read(_manifest_path(version)))
+        except FileNotFoundError:
+            raise StoreError(f"Version {version} is not in the store.") from None
+
     def chain(self, from_version: int | None, to_version: int) -> Chain:
         """The shortest way to `to_version`: deltas alone if they lead there from `from_version`, else from a full one.
 
