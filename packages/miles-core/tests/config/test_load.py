@@ -173,6 +173,7 @@ def test_a_bare_name_is_the_recipe_and_a_suffix_makes_it_a_file(write):
         (["--train.loss.kind", "sft"], "which ignores rewards"),
         (["--train.minibatches", "200"], "is 200 but a batch has 128 episodes (16 groups of 8)"),
         (["--train.ranks", "200"], "train.ranks is 200 but a batch has only 128 episodes"),
+        (["--sync.way", "store", "--sync.store", "/x"], 'sync.way is "store", but no engine of a run has a follower'),
         (["--engines.e.role", "teacher"], 'no table with role = "rollout"'),
         (["--eval.mode", "dedicated"], 'eval.mode is "dedicated" but no table [engines.NAME] has role = "eval"'),
         (["--engines.judge.role", "eval"], 'engines.judge.role is "eval" but eval.mode is "shared"'),

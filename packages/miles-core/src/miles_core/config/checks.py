@@ -95,6 +95,12 @@ def _rl(config: Config) -> Iterator[tuple[KeyPath, str]]:
     yield from _engines(config)
     yield from _eval_engines(config)
     yield from _low_precision(config)
+    if config.sync.way == "store":
+        yield (
+            ("sync", "way"),
+            'is "store", but no engine of a run has a follower beside it that would fetch the weights, so every push '
+            'would time out. Use "tensor", "disk" or "staged".',
+        )
     if config.train.loss.kind == "sft":
         yield ("train", "loss", "kind"), 'is "sft", which ignores rewards. Use "policy", or `miles sft`.'
     if config.rollout.sampling.temperature == 0:
