@@ -15,6 +15,7 @@ from miles_weightsync.engine import EngineClient
 from miles_weightsync.push import Pusher
 from miles_weightsync.receiver import Receiver
 from miles_weightsync.staged.sender import Sender
+from miles_weightsync.transports.onesided import OneSidedOutbox
 from miles_weightsync.wire import Channel
 from staged_bed import BedEngine, checkpoint, shards
 
@@ -24,17 +25,18 @@ class Fate:
 
     def __init__(self) -> None:
         self.count = 0
-        self.kill_at: int | None = None
+        self.kill_at: int | str | None = None
+        """The number of a step, or the name of the first that has it."""
         self._armed = False
         self._lock = threading.Lock()
 
-    def arm(self, kill_at: int | None) -> None:
+    def arm(self, kill_at: int | str | None) -> None:
         self.count, self.kill_at, self._armed = 0, kill_at, True
 
     def step(self, name: str) -> None:
         with self._lock:
             if self._armed:
-                if self.count == self.kill_at:
+                if self.kill_at in (self.count, name):
                     os.kill(os.getpid(), signal.SIGKILL)
                 self.count += 1
 
@@ -76,7 +78,7 @@ def engine(pipe: Connection, tp: int) -> None:
         os._exit(0)
 
 
-def sender(pipe: Connection, urls: list[str], config: PushConfig, kill_at: int | None) -> None:
+def sender(pipe: Connection, urls: list[str], config: PushConfig, kill_at: int | str | None) -> None:
     """Push version 1 whole, then version 2 with death at a step; answers with the steps that it took."""
     torch.set_num_threads(1)
     fate = Fate()
@@ -84,6 +86,7 @@ def sender(pipe: Connection, urls: list[str], config: PushConfig, kill_at: int |
     fate.around(Channel, "send")
     fate.around(Sender, "_pack")
     fate.around(Sender, "_content")
+    fate.around(OneSidedOutbox, "put")  # afterwards a write is on its way
     with Pusher(urls, config=config) as pusher:
         pusher.push(shards(checkpoint(1)), version=1)
         fate.arm(kill_at)

@@ -20,8 +20,10 @@ from miles_weightsync import PushConfig, WeightSyncError
 from miles_weightsync.planner import Megatron, ModelShape
 from miles_weightsync.push import Pusher
 from miles_weightsync.staged.sender import Sender
+from miles_weightsync.transports.onesided import OneSidedOutbox
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transport_peer import own_stdout
 from weightsync_fakes import AShard
 
 SIZE = 2
@@ -67,15 +69,19 @@ SOURCES: dict[str, Callable[[Path, dict[str, torch.Tensor]], Iterator[AShard]]] 
 def after_the_first_bucket(action: Callable[[], None]) -> None:
     """Do something once this rank has packed a bucket, of whole values or of differences."""
     for name in ("_pack", "_content"):
-        real = getattr(Sender, name)
+        after_the_first(Sender, name, action)
 
-        def pack(self: Sender, *args: Any, name: str = name, real: Any = real) -> str:
-            result = real(self, *args)
-            setattr(Sender, name, real)
-            action()
-            return result
 
-        setattr(Sender, name, pack)
+def after_the_first(owner: Any, name: str, action: Callable[[], None]) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        result = real(*args)
+        setattr(owner, name, real)
+        action()
+        return result
+
+    setattr(owner, name, call)
 
 
 def carry_out(order: dict[str, Any], pusher: Pusher, folder: Path) -> dict[str, Any]:
@@ -83,7 +89,10 @@ def carry_out(order: dict[str, Any], pusher: Pusher, folder: Path) -> dict[str, 
     pusher.set_engines(order["urls"])
     shards = list(SOURCES[order["source"]](folder, weights))
     if order.get("dies") and dist.get_rank() == 1:
-        after_the_first_bucket(lambda: os._exit(9))
+        if order["transport"] in ("mooncake", "nixl"):  # with a write on its way that nobody can take back
+            after_the_first(OneSidedOutbox, "put", lambda: os._exit(9))
+        else:
+            after_the_first_bucket(lambda: os._exit(9))
     if order.get("kill") and dist.get_rank() == 0:
         after_the_first_bucket(lambda: os.killpg(order["kill"], signal.SIGKILL))
     try:
@@ -101,12 +110,13 @@ def carry_out(order: dict[str, Any], pusher: Pusher, folder: Path) -> dict[str, 
 
 
 def main(rank: int, store: str, folder: Path) -> None:
+    answers = own_stdout()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
     )
     pushers: dict[str, Pusher] = {}
-    print("ready", flush=True)
+    print("ready", flush=True, file=answers)
     for line in sys.stdin:
         order = json.loads(line)
         key = f"{order['transport']} {order['source']}"
@@ -115,7 +125,7 @@ def main(rank: int, store: str, folder: Path) -> None:
                 way="staged", transport=order["transport"], bucket_bytes=64 * 1024, timeout_s=60, delta_history=4
             )
             pushers[key] = Pusher(order["urls"], config=config)
-        print(json.dumps(carry_out(order, pushers[key], folder)), flush=True)
+        print(json.dumps(carry_out(order, pushers[key], folder)), flush=True, file=answers)
     for pusher in pushers.values():
         pusher.close()
     dist.destroy_process_group()

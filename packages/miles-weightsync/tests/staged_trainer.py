@@ -13,13 +13,13 @@ from typing import Any
 class Trainer:
     """Two ranks that carry out orders together."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, store: str = "store") -> None:
         script = Path(__file__).with_name("staged_rank.py")
         command = [sys.executable, str(script)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self._ranks = [
             subprocess.Popen(
-                [*command, str(rank), str(folder / "store"), str(folder)],
+                [*command, str(rank), str(folder / store), str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -27,6 +27,10 @@ class Trainer:
             )
             for rank in range(2)
         ]
+
+    @property
+    def is_alive(self) -> bool:
+        return all(rank.poll() is None for rank in self._ranks)
 
     def wait_until_ready(self) -> None:
         for rank in self._ranks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import staged_bed
@@ -16,7 +16,9 @@ from miles_weightsync.push import Pusher
 from miles_weightsync.transports import Region, Ticket
 from miles_weightsync.transports.tcp import TcpOutbox
 from staged_bed import EMBEDDING, BedEngine, checkpoint, digests, shards
+from transport_peer import skip_unless_installed
 
+Transport = Literal["shm", "tcp", "mooncake", "nixl"]
 CONFIG = PushConfig(way="staged", bucket_bytes=4096, timeout_s=20)
 
 
@@ -28,10 +30,14 @@ def assert_serves(engine: BedEngine, version: int, *, steps: int = 0, stamp: int
     assert found["version"] == str(version if stamp is None else stamp)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", "mooncake", "nixl"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_full_push_then_a_delta_reach_every_rank_bit_for_bit(bed: Callable[..., BedEngine], tp: int) -> None:
+def test_a_full_push_then_a_delta_reach_every_rank_bit_for_bit(
+    bed: Callable[..., BedEngine], tp: int, transport: Transport
+) -> None:
+    skip_unless_installed(transport)
     engine = bed(tp=tp)
-    with Pusher([engine.url], config=CONFIG) as pusher:
+    with Pusher([engine.url], config=replace(CONFIG, transport=transport)) as pusher:
         first = pusher.push(shards(checkpoint(1)), version=1)
         assert_serves(engine, 1)
         second = pusher.push(shards(checkpoint(1, steps=1)), version=2)
@@ -40,6 +46,7 @@ def test_a_full_push_then_a_delta_reach_every_rank_bit_for_bit(bed: Callable[...
     assert (second.engines[0].kind, second.engines[0].reason) == ("delta", None)
     assert second.bytes < first.bytes / 5
     assert second.engines[0].serves == 2
+    assert [list(receiver._inboxes) for receiver in engine.receivers] == [[transport]] * tp
 
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}

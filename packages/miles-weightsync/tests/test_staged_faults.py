@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import miles_weightsync.staged.pushes as pushes_module
@@ -19,7 +19,9 @@ from miles_weightsync.push import Pusher
 from miles_weightsync.receiver import Receiver
 from miles_weightsync.receiver.staging import Staged
 from miles_weightsync.staged.sender import Sender, Senders
+from miles_weightsync.transports.onesided import OneSidedInbox
 from staged_bed import AShard, BedEngine, checkpoint, digests, shards
+from transport_peer import skip_unless_installed
 
 CONFIG = PushConfig(way="staged", bucket_bytes=65536, timeout_s=20)
 FULL = replace(CONFIG, delta="off")
@@ -150,7 +152,7 @@ def test_an_engine_that_dies_at_any_step_takes_nobody_with_it(bed: Bed, config: 
         kill_an_engine_at(step, config, bed)
 
 
-def kill_the_sender_at(step: int | None, config: PushConfig, bed: Bed) -> int:
+def kill_the_sender_at(step: int | str | None, config: PushConfig, bed: Bed) -> int:
     engines = [bed(tp=2), bed(tp=1)]
     urls = [engine.url for engine in engines]
     ours, theirs = forks.Pipe()
@@ -162,7 +164,7 @@ def kill_the_sender_at(step: int | None, config: PushConfig, bed: Bed) -> int:
         try:
             count = ours.recv()[0]
         except EOFError:  # it died
-            count = step
+            count = step if isinstance(step, int) else 0
     ours.close()
     assert not process.is_alive()
     for engine in engines:
@@ -170,7 +172,21 @@ def kill_the_sender_at(step: int | None, config: PushConfig, bed: Bed) -> int:
     with watched(urls), Pusher(urls, config=config) as pusher:
         push(pusher, 3)
         assert [serves(engine) for engine in engines] == [3, 3]
+    if step == WRITING:  # nobody can take its write back: the memory is no longer used
+        inboxes = [inbox for engine in engines for each in engine.receivers for inbox in each._inboxes.values()]
+        assert sum(inbox.lost_bytes for inbox in inboxes if isinstance(inbox, OneSidedInbox)) > 0
     return int(count or 0)
+
+
+WRITING = "after put"
+
+
+@pytest.mark.parametrize(("transport", "config"), [("mooncake", CONFIG), ("nixl", FULL)], ids=["mooncake", "nixl"])
+def test_a_sender_that_dies_with_a_one_sided_write_on_its_way_leaves_whole_engines(
+    bed: Bed, transport: Literal["mooncake", "nixl"], config: PushConfig
+) -> None:
+    skip_unless_installed(transport)
+    kill_the_sender_at(WRITING, replace(config, transport=transport), bed)
 
 
 @pytest.mark.parametrize("config", [CONFIG, FULL], ids=["delta", "full"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 import staged_bed
 import torch
 from staged_bed import BedEngine, checkpoint, digests
 from staged_trainer import Trainer
+from transport_peer import skip_unless_installed
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -23,15 +23,24 @@ def engines() -> Iterator[list[BedEngine]]:
         engine.stop()
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    (tmp_path / "config.json").write_text(json.dumps(staged_bed.CONFIG))
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Trainer]]:
+    """The ranks, which take seconds to start: others when one has died."""
+    folder = tmp_path_factory.mktemp("weights")
+    (folder / "config.json").write_text(json.dumps(staged_bed.CONFIG))
     for version in (1, 2, 3):
-        torch.save(checkpoint(1, steps=version - 1), tmp_path / f"v{version}.pt")
-    ranks = Trainer(tmp_path)
-    ranks.wait_until_ready()
-    yield ranks
-    ranks.close()
+        torch.save(checkpoint(1, steps=version - 1), folder / f"v{version}.pt")
+    started: list[Trainer] = []
+
+    def get() -> Trainer:
+        if not started or not started[-1].is_alive:
+            started.append(Trainer(folder, store=f"store{len(started)}"))
+            started[-1].wait_until_ready()
+        return started[-1]
+
+    yield get
+    for trainer in started:
+        trainer.close()
 
 
 def serve(engines: list[BedEngine], version: int) -> bool:
@@ -44,16 +53,24 @@ def serve(engines: list[BedEngine], version: int) -> bool:
     )
 
 
-def test_shards_of_two_ranks_become_whole_engines_and_a_death_among_them_changes_none(
-    trainer: Trainer, engines: list[BedEngine]
+@pytest.mark.parametrize(
+    ("source", "transport"), [("fsdp2", "shm"), ("megatron", "tcp"), ("fsdp2", "mooncake"), ("megatron", "nixl")]
+)
+def test_shards_of_two_ranks_become_whole_engines(
+    trainers: Callable[[], Trainer], engines: list[BedEngine], source: str, transport: str
 ) -> None:
-    urls = [engine.url for engine in engines]
-    for source, transport in (("fsdp2", "shm"), ("megatron", "tcp")):
-        for version, kind in ((1, "full"), (2, "delta")):
-            done = trainer.push(source, transport, version, urls, verify=True)
-            assert (done["error"], done["equal"]) == (None, [True, True])
-            assert [engine["kind"] for engine in done["engines"]] == [kind, kind]
-            assert serve(engines, version)
+    skip_unless_installed(transport)
+    trainer, urls = trainers(), [engine.url for engine in engines]
+    for version, kind in ((1, "full"), (2, "delta")):
+        done = trainer.push(source, transport, version, urls, verify=True)
+        assert (done["error"], done["equal"]) == (None, [True, True])
+        assert [engine["kind"] for engine in done["engines"]] == [kind, kind]
+        assert serve(engines, version)
+
+
+def test_a_death_among_the_ranks_changes_no_engine(trainers: Callable[[], Trainer], engines: list[BedEngine]) -> None:
+    trainer, urls = trainers(), [engine.url for engine in engines]
+    assert trainer.push("megatron", "tcp", 2, urls)["error"] is None
     done = trainer.push("megatron", "tcp", 3, urls, dies=True)
     assert "trainer rank 1 is gone" in done["error"] or "lost the other 1 trainer ranks" in done["error"]
     assert serve(engines, 2)

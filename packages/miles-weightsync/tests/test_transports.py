@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from miles_weightsync.errors import MissingDependency, RegionError, TransportError, TransportTimeout
+from miles_weightsync.errors import RegionError, TransportError, TransportTimeout
 from miles_weightsync.transports import TRANSPORTS, Inbox, Outbox, Region, make_inbox, make_outbox
-from transport_peer import Peer, PeerError, pattern
+from transport_peer import Peer, PeerError, pattern, skip_unless_installed
 
 MIB = 1 << 20
 HERE = [name for name in TRANSPORTS if name not in ("nccl", "cupy_nccl", "cuda_ipc")]
@@ -34,10 +34,7 @@ Ends = tuple[Inbox, Outbox]
 
 @pytest.fixture(params=HERE)
 def transport(request: pytest.FixtureRequest) -> str:
-    try:
-        make_inbox(request.param).close()
-    except MissingDependency as missing:
-        pytest.skip(str(missing))
+    skip_unless_installed(request.param)
     return request.param
 
 

@@ -10,16 +10,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
-from miles_weightsync.errors import WeightSyncError
+import pytest
+from miles_weightsync.errors import MissingDependency, WeightSyncError
 from miles_weightsync.transports import Inbox, Outbox, Region, Ticket, make_inbox, make_outbox
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
     """[nbytes] uint8 that only this seed gives."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def skip_unless_installed(transport: str) -> None:
+    """Skip a test whose transport needs a package that is not here; the reason says which."""
+    try:
+        make_inbox(transport).close()
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
 
 
 class Peer:
@@ -73,6 +82,13 @@ class Peer:
 
 class PeerError(Exception):
     """An error in the peer: its type and its text."""
+
+
+def own_stdout() -> TextIO:
+    """What this process answers on; whatever else is written to stdout goes to stderr, such as logs of engines."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
 
 
 answers = sys.stdout
@@ -142,8 +158,7 @@ class Calls:
 
 def main() -> None:
     global answers
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # some transfer engines write their log to stdout
+    answers = own_stdout()
     calls = Calls(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
     for line in sys.stdin:
         arguments = json.loads(line)
