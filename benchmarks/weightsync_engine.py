@@ -141,10 +141,5 @@ def _save(folder: Path, *, layers: int) -> dict[str, torch.Tensor]:
 def _server(folder: Path, log: Path) -> Iterator[str]:
     options = {"skip-tokenizer-init": True, "custom-weight-loader": [LOADER]}
     config = EngineConfig(device="cpu", dtype="bfloat16", max_total_tokens=4096, options=options)
-    server = EngineServer(config, model_path=folder, log_path=log)
-    server.start()
-    try:
-        server.wait_ready()
+    with EngineServer(config, model_path=folder, log_path=log) as server:
         yield server.url
-    finally:
-        server.stop()

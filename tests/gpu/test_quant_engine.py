@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,8 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
     packed = serving_folder(recipe, model=model, out=tmp_path / "codes")
     options = {"skip-tokenizer-init": True, "mem-fraction-static": 0.3}
     config = EngineConfig(device="cuda", dtype="bfloat16", context_length=512, options=options)
-    server = EngineServer(config, model_path=packed, log_path=tmp_path / "engine.log")
-    server.start()
     rank = TrainerRank(rank=0, recipe=recipe)
-    try:
-        server.wait_ready()
+    with EngineServer(config, model_path=packed, log_path=tmp_path / "engine.log") as server, closing(rank):
         training = TrainConfig(device="cuda", dtype="bfloat16", layout="padded", optimizer=OptimizerConfig(lr=1e-3))
         rank.setup(config=training, model=model, init_method=None)
         lm: Any = rank._trainer._state.model.lm
@@ -55,9 +53,6 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
         trained_on = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         gap = (torch.tensor(engine_logprobs(server.url, ids.tolist())) - trained_on).abs().mean().item()
         assert gap <= MEAN_GAP, f"{format}: trainer and engine are {gap:.1e} apart on average"
-    finally:
-        rank.close()
-        server.stop()
 
 
 def save_model(path: Path, *, experts: bool) -> Path:

@@ -70,13 +70,8 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     options = {"skip-tokenizer-init": True}
     config = EngineConfig(device="cpu", context_length=512, max_total_tokens=4096, threads=1, options=options)
-    server = EngineServer(config, model_path=model, log_path=tmp_path_factory.mktemp("log") / "engine.log")
-    server.start()
-    try:
-        server.wait_ready()
+    with EngineServer(config, model_path=model, log_path=tmp_path_factory.mktemp("log") / "engine.log") as server:
         yield server
-    finally:
-        server.stop()
 
 
 def engine_logprobs(server: EngineServer, tokens: list[int]) -> list[float]:

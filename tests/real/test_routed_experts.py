@@ -85,13 +85,8 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     options = {"skip-tokenizer-init": True, "enable-return-routed-experts": True}
     config = EngineConfig(device="cpu", context_length=2048, max_total_tokens=8192, options=options)
     log_path = tmp_path_factory.mktemp("log") / "engine.log"
-    server = EngineServer(config, model_path=model_path, log_path=log_path)
-    server.start()
-    try:
-        server.wait_ready()
+    with EngineServer(config, model_path=model_path, log_path=log_path) as server:
         yield server
-    finally:
-        server.stop()
 
 
 async def converse(engine: SGLangEngine, joiner: Joiner, name: str, *, stream: bool) -> Trajectory:

@@ -50,13 +50,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folders = make_versions(path, experts=experts)
     options = {"enable-return-routed-experts": experts}
     config = EngineConfig(device="cpu", context_length=2048, max_total_tokens=16384, options=options)
-    server = EngineServer(config, model_path=folders[0], log_path=path / "engine.log")
-    server.start()
-    try:
-        server.wait_ready()
+    with EngineServer(config, model_path=folders[0], log_path=path / "engine.log") as server:
         yield Served(server.url, folders, experts)
-    finally:
-        server.stop()
 
 
 @contextlib.asynccontextmanager

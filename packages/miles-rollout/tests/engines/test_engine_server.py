@@ -278,9 +278,18 @@ def test_a_server_starts_at_the_port_that_another_one_had(make: Callable[..., En
     first.start()
     url = first.wait_ready()
     first.stop()
-    second = EngineServer(first.config, model_path="m", log_path=first.log_path, port=int(url.rpartition(":")[2]))
-    try:
-        second.start()
-        assert second.wait_ready() == url
-    finally:
-        second.stop()
+    port = int(url.rpartition(":")[2])
+    with EngineServer(first.config, model_path="m", log_path=first.log_path, port=port) as second:
+        assert second.url == url
+
+
+def test_a_server_is_ready_within_its_with_statement_and_gone_after_it(make: Callable[..., EngineServer]):
+    with make("serves") as server:
+        members = server.process.members()
+        assert members
+        assert httpx.get(f"{server.url}/model_info").status_code == 200
+    assert server.process.members() == []
+    failing = make("dies")
+    with pytest.raises(EngineStartError, match="exited with status 7"):
+        failing.__enter__()
+    assert failing.process.members() == []

@@ -62,13 +62,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     log_path = tmp_path_factory.mktemp("log") / "engine.log"
     config = EngineConfig(device="cpu", context_length=2048, max_total_tokens=8192, options=OPTIONS)
-    server = EngineServer(config, model_path=model_path, log_path=log_path)
-    server.start()
-    try:
-        server.wait_ready()
+    with EngineServer(config, model_path=model_path, log_path=log_path) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture

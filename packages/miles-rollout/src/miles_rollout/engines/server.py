@@ -3,6 +3,8 @@
 EngineServer(...)  ──start()──▶ starting ──wait_ready()──▶ ready ──stop()──▶ stopped
                                     │                        │
                                     └── EngineStartError     └── poll() is a number, watch() raises EngineDied
+
+`with EngineServer(...) as server:` is ready inside, and stopped afterwards.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -88,6 +91,19 @@ class EngineServer:
         self._launching = threading.Lock()  # no process is started after stop() has looked for one to end
         self._process: OwnedProcess | None = None
         self._reservation: PortReservation | None = None
+
+    def __enter__(self) -> Self:
+        """Start and wait until it is ready; raises as `start` and `wait_ready` do."""
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
 
     @property
     def url(self) -> str:
