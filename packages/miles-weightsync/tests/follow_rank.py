@@ -89,6 +89,7 @@ class Rank:
             self.push(pusher, 5)
         with self.new() as pusher:
             self.push(pusher, 6)
+            self.push(pusher, 7 + self.rank, as_="ranks differ", of=7)
 
 
 def main(rank: int, size: int, rendezvous: str, out: str, store: str, engines: list[str]) -> None:

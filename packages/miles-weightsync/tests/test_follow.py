@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from follow_model import NBYTES, Engine, trained
-from miles_weightsync import Follower, PushConfig, PushConfigError, SyncError
+from miles_weightsync import Follower, PushConfig, PushConfigError, ShardError, SyncError
 from miles_weightsync.cli import main
 from miles_weightsync.delta import DeltaStore, StoreError
 from miles_weightsync.delta.files import Files
@@ -157,6 +157,11 @@ def test_a_version_that_is_there_is_not_put_again_and_serves_as_a_base(ranks: An
         assert seen["5"]["kind"] == "delta"
 
 
+def test_ranks_must_agree_on_the_version(ranks: Any) -> None:
+    for seen in ranks[0]:
+        assert "different versions: [7, 8]" in seen["ranks differ"]["message"]
+
+
 # ---- the trainer alone
 
 
@@ -186,6 +191,42 @@ def test_a_version_that_changes_too_much_is_stored_whole(url: str) -> None:
                 pusher.push(shards(tensors), version=version)
     assert "a delta would have" in str(caught.value.engines[0].reason)
     assert DeltaStore(url).manifest(2).kind == "full"
+
+
+def test_shards_that_make_no_whole_tensors_leave_the_store_alone(url: str) -> None:
+    with (
+        Pusher(["http://127.0.0.1:9"], config=PushConfig(way="store", store=url, timeout_s=1)) as pusher,
+        pytest.raises(ShardError, match="cover 1920 of 3840 elements"),
+    ):
+        pusher.push(shards(trained(1), 0, 2), version=1)
+    assert DeltaStore(url).versions() == []
+
+
+def test_a_store_that_cannot_be_pruned_is_told_and_the_version_arrives(
+    url: str, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+
+    def refuse(store: DeltaStore, *, keep_fulls: int) -> list[int]:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(DeltaStore, "prune", refuse)
+    config = PushConfig(way="store", store=url, timeout_s=20)
+    with (
+        following(Follower(url, [engine.url])),
+        Pusher([engine.url], config=config) as pusher,
+        pytest.warns(UserWarning, match="could not be pruned: read-only"),
+    ):
+        assert pusher.push(shards(trained(1)), version=1).engines[0].ok
+    assert engine.holds(1)
+
+
+def test_a_store_that_cannot_be_opened_is_told_by_the_push() -> None:
+    with (
+        Pusher(["http://127.0.0.1:9"], config=PushConfig(way="store", store="nosuch://x")) as pusher,
+        pytest.raises(SyncError, match="rank 0: ValueError: Protocol not known: nosuch"),
+    ):
+        pusher.push(shards(trained(1)), version=1)
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("bfloat16", NBYTES // 2), ("keep", NBYTES)])
@@ -264,6 +305,16 @@ def test_an_engine_that_starts_again_or_late_gets_the_version_held(url: str, mak
         assert first.holds(1)
         assert late.holds(1)
         assert follower.is_current
+
+
+def test_what_an_engine_says_is_not_believed_before_it_was_pushed_to(url: str, make: MakeEngine) -> None:
+    engine = make()
+    publish(url, 1)
+    engine.version, engine.is_paused, engine.has_session = "1", True, True  # another follower died in a push of 1
+    with Follower(url, [engine.url]) as follower:
+        assert follower.step() is not None
+        assert follower.step() is None
+    assert engine.served == [(1, True)]
 
 
 def test_an_engine_that_fails_is_pushed_to_again(url: str, make: MakeEngine) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..config import PushConfig
@@ -107,11 +108,11 @@ def _config(options: argparse.Namespace) -> PushConfig:
         raise PushConfigError(f"`--poll-s` is {options.poll_s}; it must be positive.")
     if options.way != "staged" and options.transport is not None:
         raise PushConfigError(f"`--transport` has no effect with `--way {options.way}`; remove it.")
-    given = {"way": options.way, "pause": options.pause, "timeout_s": options.timeout_s}
-    if options.way == "staged":
-        # A delta between two processes of one host saves no time, and takes another copy of the weights.
-        given |= {"transport": options.transport or "shm", "delta": "off"}
-    return PushConfig(**given)
+    config = PushConfig(way=options.way, pause=options.pause, timeout_s=options.timeout_s)
+    if options.way != "staged":
+        return config
+    # A delta between two processes of one host saves no time, and takes another copy of the weights.
+    return replace(config, transport=options.transport or "shm", delta="off")
 
 
 def _api_key(name: str | None) -> str | None:

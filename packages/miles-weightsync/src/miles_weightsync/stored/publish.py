@@ -103,9 +103,9 @@ class StoredPushes:
         if self._config.delta != "off" and self._base != version:
             ranks.agree("write", lambda: self._keep(version, mine, blocks))
         written = time.monotonic() - start
+        ranks.agree("write", lambda: self._prune() if ranks.is_leader else None)
 
         def wait() -> tuple[EngineOutcome, ...]:
-            self._prune()
             return wait_for_engines(
                 urls,
                 version,
