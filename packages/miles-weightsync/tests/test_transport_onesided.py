@@ -34,6 +34,9 @@ class Engine:
     def unregister(self, data: Bytes) -> None:
         self.registered.remove(data.ctypes.data)
 
+    def progress(self) -> None:
+        pass
+
     def open(self, description: Description) -> object:
         return description["name"]
 

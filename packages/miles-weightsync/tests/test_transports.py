@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from installed import skip_unless_installed
 from miles_weightsync.errors import RegionError, TransportError, TransportTimeout
 from miles_weightsync.transports import TRANSPORTS, Inbox, Outbox, Region, make_inbox, make_outbox
-from transport_peer import Peer, PeerError, pattern, skip_unless_installed
+from transport_peer import Peer, PeerError, pattern
 
 MIB = 1 << 20
 HERE = [name for name in TRANSPORTS if name not in ("nccl", "cupy_nccl", "cuda_ipc")]
@@ -138,6 +139,17 @@ def test_a_lease_is_the_receivers_memory_or_nothing(ends: Ends) -> None:
             inbox.seal(region, timeout_s=0.05)
         outbox.cancel(region)
     inbox.seal(region, timeout_s=5)
+
+
+def test_an_idle_transport_takes_no_cpu(ends: Ends) -> None:
+    inbox, outbox = ends
+    region = inbox.register(100, epoch=0)
+    outbox.wait([outbox.write(region, 0, np.ones(100, np.uint8))], timeout_s=20)
+    outbox.cancel(region)
+    inbox.seal(region, timeout_s=20)
+    before = time.process_time()
+    threading.Event().wait(0.3)
+    assert time.process_time() - before < 0.05, "a thread spins, in an engine on a core that it computes with"
 
 
 def test_writers_in_several_processes_fill_one_region(ends: Ends, start_peer: Callable[[], Peer]) -> None:

@@ -80,6 +80,9 @@ class _Mooncake:
     def unregister(self, data: Bytes) -> None:
         self._engine.unregister_memory(data.ctypes.data)
 
+    def progress(self) -> None:
+        """It has threads, which sleep while nothing happens."""
+
     def open(self, description: Description) -> object:
         return description["session"]
 

@@ -55,7 +55,9 @@ class _Nixl:
         module = _import()
         self._lock = threading.Lock()  # an agent serves one call at a time unless made otherwise
         self._agent: Any = module.nixl_agent(
-            f"miles-weightsync-{secrets.token_hex(8)}", module.nixl_agent_config(backends=[backend])
+            f"miles-weightsync-{secrets.token_hex(8)}",
+            # Its thread would spin on a core of every engine and trainer rank for as long as they live.
+            module.nixl_agent_config(backends=[backend], enable_prog_thread=False),
         )
         self._registered: dict[int, object] = {}
 
@@ -75,6 +77,13 @@ class _Nixl:
     def unregister(self, data: Bytes) -> None:
         with self._lock:
             self._agent.deregister_memory(self._registered.pop(data.ctypes.data))
+
+    def progress(self) -> None:
+        try:
+            with self._lock:
+                self._agent.get_new_notifs()  # there are none: this takes the backend's steps
+        except Exception as error:
+            raise TransportError(f"NIXL stands still in the receiver ({error})") from None
 
     def open(self, description: Description) -> object:
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import struct
 import threading
@@ -40,6 +41,8 @@ _PIECE_BYTES = 8 << 20
 _PIECES_UNDER_WAY = 2
 _LEAVE_S = 2.0
 """A sender that is cancelled waits so long for its last writes; a receiver so long for goodbyes when it releases."""
+_TURN_MS = 1
+"""Between two steps of an engine that has guests."""
 _LENGTH = struct.Struct("!I")
 _STOP, _GOODBYE = b"s", b"g"
 
@@ -62,6 +65,11 @@ class Engine(Protocol):
         ...
 
     def unregister(self, data: Bytes) -> None: ...
+
+    def progress(self) -> None:
+        """Take the steps that an engine without a thread must take where others write to. Called all the time while
+        there are guests; the side that writes asks `is_done` instead. Raises TransportError."""
+        ...
 
     def open(self, description: Description) -> object:
         """A target for `submit`."""
@@ -146,14 +154,22 @@ class OneSidedInbox(SocketInbox):
     def _fill(self, connection: socket.socket, region: Region, memory: Memory) -> None:
         assert isinstance(memory, _GuestMemory)
         with memory.filling():
+            said = b""
             try:
                 text = json.dumps(dict(self._engine.describe(memory.data))).encode()
                 reply(connection)
                 connection.sendall(_LENGTH.pack(len(text)) + text)
-                memory.is_doubtful |= receive(connection, 1) != _GOODBYE
-            except OSError:
-                memory.is_doubtful = True
-                raise
+                said = self._attend(connection)
+            finally:
+                memory.is_doubtful |= said != _GOODBYE
+
+    def _attend(self, connection: socket.socket) -> bytes:
+        """Help a guest until it says something."""
+        said = select.poll()
+        said.register(connection, select.POLLIN)
+        while not said.poll(_TURN_MS):
+            self._engine.progress()
+        return receive(connection, 1)
 
 
 class _Visit:
