@@ -10,6 +10,7 @@ from typing import Any
 
 import miles_weightsync.receiver.staging as staging
 import torch
+from die_with_parent import die_with_parent
 from miles_weightsync import PushConfig, WeightSyncError
 from miles_weightsync.engine import EngineClient
 from miles_weightsync.push import Pusher
@@ -55,6 +56,7 @@ class Fate:
 
 def engine(pipe: Connection, tp: int) -> None:
     """Serve until the pipe closes. Takes `kill_at`, answers with the steps counted since the last one."""
+    die_with_parent()
     torch.set_num_threads(1)
     fate = Fate()
     fate.around(Receiver, "_answer")
@@ -80,6 +82,7 @@ def engine(pipe: Connection, tp: int) -> None:
 
 def sender(pipe: Connection, urls: list[str], config: PushConfig, kill_at: int | str | None) -> None:
     """Push version 1 whole, then version 2 with death at a step; answers with the steps that it took."""
+    die_with_parent()
     torch.set_num_threads(1)
     fate = Fate()
     fate.around(EngineClient, "_call")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from die_with_parent import die_with_parent
 from miles_weightsync import PushConfig, WeightSyncError
 from miles_weightsync.planner import Megatron, ModelShape
 from miles_weightsync.push import Pusher
@@ -110,6 +111,7 @@ def carry_out(order: dict[str, Any], pusher: Pusher, folder: Path) -> dict[str, 
 
 
 def main(rank: int, store: str, folder: Path) -> None:
+    die_with_parent()
     answers = own_stdout()
     torch.set_num_threads(1)
     dist.init_process_group(

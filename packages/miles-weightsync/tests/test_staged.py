@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import staged_bed
 import torch
+from installed import skip_unless_installed
 from miles_weightsync import PushConfig, PushConfigError, ShardError, SyncError
 from miles_weightsync.config import Pause
 from miles_weightsync.planner import ModelShape
@@ -16,7 +17,6 @@ from miles_weightsync.push import Pusher
 from miles_weightsync.transports import Region, Ticket
 from miles_weightsync.transports.tcp import TcpOutbox
 from staged_bed import EMBEDDING, BedEngine, checkpoint, digests, shards
-from transport_peer import skip_unless_installed
 
 Transport = Literal["shm", "tcp", "mooncake", "nixl"]
 CONFIG = PushConfig(way="staged", bucket_bytes=4096, timeout_s=20)

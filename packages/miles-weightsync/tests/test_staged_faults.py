@@ -14,6 +14,7 @@ import miles_weightsync.staged.pushes as pushes_module
 import pytest
 import staged_deaths
 import torch
+from installed import skip_unless_installed
 from miles_weightsync import PushConfig, ShardError, SyncError
 from miles_weightsync.push import Pusher
 from miles_weightsync.receiver import Receiver
@@ -21,7 +22,6 @@ from miles_weightsync.receiver.staging import Staged
 from miles_weightsync.staged.sender import Sender, Senders
 from miles_weightsync.transports.onesided import OneSidedInbox
 from staged_bed import AShard, BedEngine, checkpoint, digests, shards
-from transport_peer import skip_unless_installed
 
 CONFIG = PushConfig(way="staged", bucket_bytes=65536, timeout_s=20)
 FULL = replace(CONFIG, delta="off")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import staged_bed
 import torch
+from installed import skip_unless_installed
 from staged_bed import BedEngine, checkpoint, digests
 from staged_trainer import Trainer
-from transport_peer import skip_unless_installed
 
 pytestmark = pytest.mark.timeout(180)
 

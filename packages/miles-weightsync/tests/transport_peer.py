@@ -13,22 +13,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-import pytest
-from miles_weightsync.errors import MissingDependency, WeightSyncError
+from die_with_parent import die_with_parent
+from miles_weightsync.errors import WeightSyncError
 from miles_weightsync.transports import Inbox, Outbox, Region, Ticket, make_inbox, make_outbox
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
     """[nbytes] uint8 that only this seed gives."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-def skip_unless_installed(transport: str) -> None:
-    """Skip a test whose transport needs a package that is not here; the reason says which."""
-    try:
-        make_inbox(transport).close()
-    except MissingDependency as missing:
-        pytest.skip(str(missing))
 
 
 class Peer:
@@ -159,6 +151,7 @@ class Calls:
 def main() -> None:
     global answers
     answers = own_stdout()
+    die_with_parent()
     calls = Calls(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
     for line in sys.stdin:
         arguments = json.loads(line)

@@ -16,6 +16,7 @@ from typing import Any
 import miles_weightsync.push as push_module
 import torch
 import torch.distributed as dist
+from die_with_parent import die_with_parent
 from miles_weightsync import PushConfig, WeightSyncError
 from miles_weightsync.collective import host_id
 from miles_weightsync.push import Pusher
@@ -118,6 +119,7 @@ SCENARIOS: list[Callable[[int, int, FakeEngine, list[str]], Seen]] = [
 
 
 def main(rank: int, size: int, store: str, out: str) -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
