@@ -17,8 +17,8 @@ from miles_weightsync import PushConfig
 from miles_weightsync.config import LOADER
 from miles_weightsync.push import Pusher
 from safetensors.torch import load_file
-from test_sglang import call, launch, wait_until_ready
-from test_staged_sglang import greedy, killed_at_the_end
+from test_sglang import call, server
+from test_staged_sglang import greedy
 from weightsync_fakes import shards
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -108,9 +108,8 @@ def checksums(url: str) -> dict[str, str]:
 def test_a_receiver_writes_what_sglang_loads_parameter_for_parameter(kind: str, tp: int, tmp_path: Path) -> None:
     mine = save(kind, tmp_path, seed=0)
     other = save(kind, tmp_path / "other", seed=1)
-    process, url, log = launch(tmp_path, tp=tp, custom_weight_loader=LOADER)
-    with killed_at_the_end(process):
-        wait_until_ready(url, process, log)
+    with server(tmp_path, tp=tp, custom_weight_loader=LOADER) as started:
+        url = started.url
         loaded, said = checksums(url), greedy(url)
         config = PushConfig(way="staged", bucket_bytes=64 * 1024, timeout_s=60, delta="off")
         with Pusher([url], config=config) as pusher:

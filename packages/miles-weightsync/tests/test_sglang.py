@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +21,15 @@ from weightsync_fakes import shards
 if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("miles_rollout") is None:
     pytest.skip("needs SGLang and the CPU launcher of miles-rollout", allow_module_level=True)
 
-from miles_rollout.engines.ports import PortReservation
+from miles_rollout.engines import EngineConfig, EngineServer
+from miles_rollout.engines.config import OptionValue
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(240)]
 
 PROMPT = [5, 17, 42, 99, 250, 3]
 CONFIG = PushConfig(bucket_bytes=64 * 1024, timeout_s=60)
 START_S = 150.0
+_numbers = count()
 
 
 def make_model(kind: str, *, seed: int = 0) -> Any:
@@ -60,44 +57,21 @@ def make_model(kind: str, *, seed: int = 0) -> Any:
     return model.float().eval()
 
 
-@contextmanager
-def server(folder: Path, *, tp: int = 1) -> Iterator[str]:
-    process, url, log = launch(folder, tp=tp)
-    try:
-        yield wait_until_ready(url, process, log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def launch(folder: Path, *, tp: int = 1, **more: object) -> tuple[subprocess.Popen[bytes], str, Path]:
-    """Start a server and do not wait for it: (process, URL, log)."""
-    reserved = PortReservation()
-    port = reserved.port
-    options = {"model-path": folder, "port": port, "host": "127.0.0.1", "dtype": "float32", "tp-size": tp}
-    options |= {"max-total-tokens": 8192, "context-length": 1024, "random-seed": 1, "log-level-http": "warning"}
-    command = [sys.executable, "-m", "miles_rollout.engines.sglang_cpu", "--skip-tokenizer-init"]
-    command += [f"--{key.replace('_', '-')}={value}" for key, value in (options | more).items()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    if tp > 1:
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))
-    log = folder / f"server-{port}.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    weakref.finalize(process, reserved.close)
-    return process, f"http://127.0.0.1:{port}", log
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200:
-                return url
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)  # a server can only be polled while it starts
-    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+def server(folder: Path, *, tp: int = 1, weight_version: int = 0, **options: OptionValue) -> EngineServer:
+    """A server of the model in a folder, to `start` or to enter. It dies with this process."""
+    options = {"skip-tokenizer-init": True, "random-seed": 1, **options}
+    config = EngineConfig(
+        device="cpu",
+        tp=tp,
+        threads=1,
+        context_length=1024,
+        max_total_tokens=8192,
+        start_timeout_s=START_S,
+        options=options,
+    )
+    return EngineServer(
+        config, model_path=folder, log_path=folder / f"server{next(_numbers)}.log", weight_version=weight_version
+    )
 
 
 def call(url: str, path: str, body: dict[str, Any]) -> Any:
@@ -154,8 +128,8 @@ def running_request(url: str, num_tokens: int) -> Iterator[Callable[[], tuple[li
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("qwen3")
     make_model("Qwen3").save_pretrained(folder)
-    with server(folder) as address:
-        yield address
+    with server(folder) as started:
+        yield started.url
 
 
 @pytest.fixture
@@ -272,7 +246,7 @@ def test_the_disk_way_serves_the_new_weights_too(url: str, tmp_path: Path) -> No
 def test_other_families_and_tensor_parallelism_are_verified_as_well(tmp_path: Path, kind: str, tp: int) -> None:
     make_model(kind).save_pretrained(tmp_path)
     model = make_model(kind, seed=1)
-    with server(tmp_path, tp=tp) as url, Pusher([url], config=CONFIG) as pusher:
+    with server(tmp_path, tp=tp) as started, Pusher([started.url], config=CONFIG) as pusher:
         report = pusher.push(shards(state(model)), version=1)
         assert report.engines[0].verified == "all"
-        assert_serves(url, model, 1)
+        assert_serves(started.url, model, 1)

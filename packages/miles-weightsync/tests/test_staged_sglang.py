@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +14,11 @@ if importlib.util.find_spec("sglang") is None or importlib.util.find_spec("miles
     pytest.skip("needs SGLang and the CPU launcher of miles-rollout", allow_module_level=True)
 
 from staged_trainer import Trainer
-from test_sglang import PROMPT, assert_scored_by, call, launch, make_model, running_request, state, wait_until_ready
+from test_sglang import PROMPT, assert_scored_by, call, make_model, running_request, server, state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(400)]
 
 LOADER = "miles_weightsync.receiver.load"
-
-
-@contextmanager
-def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def greedy(url: str) -> tuple[list[int], list[float]]:
@@ -62,27 +48,27 @@ def test_two_engines_follow_two_trainer_ranks_through_a_death(tmp_path: Path) ->
     again = tmp_path / "again"
     models[3].save_pretrained(again)
     with ExitStack() as held:
-        servers = [launch(tmp_path, tp=tp, custom_weight_loader=LOADER) for tp in (1, 2)]
-        for process, _, _ in servers:
-            held.enter_context(killed_at_the_end(process))
+        servers = [server(tmp_path, tp=tp, custom_weight_loader=LOADER) for tp in (1, 2)]
+        for each in servers:
+            held.callback(each.stop)
+            each.start()
         trainer = Trainer(tmp_path)
         held.callback(trainer.close)
-        a, b = (wait_until_ready(url, process, log) for process, url, log in servers)
-
+        a, b = (each.wait_ready() for each in servers)
         trainer.wait_until_ready()
 
         # Whole, from FSDP2 over shared memory, with a request running on each.
-        with running_request(a, 400) as result_a, running_request(b, 400) as result_b:
+        with running_request(a, 900) as result_a, running_request(b, 900) as result_b:
             done = trainer.push("fsdp2", "shm", 1, [a, b])
             results = [result_a(), result_b()]
         assert done["error"] is None
         assert [engine["kind"] for engine in done["engines"]] == ["full", "full"]
         for ids, logprobs, meta in results:
             old, new = meta["weight_versions"]
-            assert (old["version"], new["version"], new["end"]) == ("default", "1", 400)
+            assert (old["version"], new["version"], new["end"]) == ("0", "1", 900)
             assert old["end"] == new["start"] > 0
             assert_scored_by(make_model("Qwen3"), ids, logprobs, 0, old["end"])
-            assert_scored_by(models[1], ids, logprobs, new["start"], 400)
+            assert_scored_by(models[1], ids, logprobs, new["start"], 900)
 
         # Whole from Megatron's shards over TCP, then what changed.
         done = trainer.push("megatron", "tcp", 2, [a, b], verify=True)
@@ -96,14 +82,12 @@ def test_two_engines_follow_two_trainer_ranks_through_a_death(tmp_path: Path) ->
         assert_scored_by(models[3], *greedy(b), 0, 24)
 
         # The first server dies in mid-transfer. The second commits.
-        done = trainer.push("megatron", "tcp", 4, [a, b], kill=servers[0][0].pid)
+        done = trainer.push("megatron", "tcp", 4, [a, b], kill=servers[0].process.session_id)
         assert [engine["ok"] for engine in done["engines"]] in ([False, True], [True, True])
         assert_scored_by(models[4], *greedy(b), 0, 24)
 
         # It comes back on the checkpoint of version 3, where it answers what it answered after that commit.
-        process, url, log = launch(again, custom_weight_loader=LOADER, weight_version="3")
-        held.enter_context(killed_at_the_end(process))
-        a = wait_until_ready(url, process, log)
+        a = held.enter_context(server(again, custom_weight_loader=LOADER, weight_version=3)).url
         assert greedy(a) == committed
         done = trainer.push("megatron", "tcp", 5, [a, b], verify=True)
         assert (done["error"], done["equal"]) == (None, [True, True])
