@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from die_with_parent import die_with_parent
 from follow_model import trained
 from miles_weightsync import PushConfig, WeightSyncError
 from miles_weightsync.delta.files import Files
@@ -93,6 +94,7 @@ class Rank:
 
 
 def main(rank: int, size: int, rendezvous: str, out: str, store: str, engines: list[str]) -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)

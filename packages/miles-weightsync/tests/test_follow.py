@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from die_with_parent import die_with_parent
 from follow_model import NBYTES, Engine, trained
 from miles_weightsync import Follower, PushConfig, PushConfigError, ShardError, SyncError
 from miles_weightsync.cli import main
-from miles_weightsync.delta import DeltaStore, StoreError
+from miles_weightsync.delta import DeltaError, DeltaStore, StoreError
 from miles_weightsync.delta.files import Files
 from miles_weightsync.push import Pusher
 from staged_bed import BedEngine, checkpoint
@@ -72,13 +73,13 @@ def following(follower: Follower) -> Iterator[list[Exception]]:
         follower.close()
 
 
-def publish(store: str, *versions: int, full: bool = False) -> None:
+def publish(store: str, *versions: int, full: bool = False, of: Callable[[int], Any] = trained) -> None:
     """As a trainer of one rank does, without waiting for engines."""
     config = PushConfig(way="store", store=store, timeout_s=1e-6, store_keep=9)
     with Pusher(["http://127.0.0.1:9"], config=config) as pusher:
         for version in versions:
             with pytest.raises(SyncError, match=f"after version {version} was published"):
-                pusher.push(shards(trained(version)), version=version)
+                pusher.push(shards(of(version)), version=version)
             if full:
                 pusher.close()
 
@@ -405,6 +406,35 @@ def test_a_store_that_was_emptied_for_another_run_is_followed_anew(url: str, mak
     assert engine.served == [(2, True), (2, True), (1, True)]
 
 
+def test_deltas_of_another_run_are_not_put_on_what_is_held(url: str, make: MakeEngine) -> None:
+    engine = make()
+    publish(url, 1)
+    with Follower(url, [engine.url]) as follower:
+        follower.step()
+        files = Files(url)
+        files.remove("manifests")
+        files.remove("parts")
+        publish(url, 1, 2, of=lambda version: trained(version + 2))
+        assert follower.step() is not None
+        assert follower.fetched is not None
+        assert (follower.fetched.kind, follower.fetched.version) == ("full", 2)
+    assert all(torch.equal(tensor, trained(4)[name]) for name, tensor in engine.params.items())
+
+
+def test_a_copy_that_is_not_what_a_delta_was_made_against_is_fetched_whole(url: str, make: MakeEngine) -> None:
+    engine = make()
+    publish(url, 1)
+    with Follower(url, [engine.url]) as follower:
+        follower.step()
+        for shard in follower._copy.shards():
+            shard.tensor.zero_()
+        publish(url, 1, 2)
+        with pytest.raises(DeltaError, match="made against other old values"):
+            follower.step()
+        assert follower.step() is not None
+    assert engine.served == [(1, True), (2, True)]
+
+
 def test_reading_stays_below_the_limit_but_for_single_larger_parts(
     url: str, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +503,7 @@ def test_followers_that_cannot_work_are_refused(tmp_path: Path) -> None:
 def start(store: str, engine: FakeEngine) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "miles_weightsync", "follow", store, "--engine", engine.url, "--poll-s", "0.05"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
 
 
 def test_killed_in_a_push_the_next_process_brings_the_engine_on_and_ends_when_asked(
