@@ -147,3 +147,25 @@ def test_an_engine_that_refuses_fails_the_write_and_the_next_may_succeed(ends: E
     assert inbox.view(region).all()
     outbox.cancel(region)
     inbox.seal(region, timeout_s=5)
+
+
+def test_no_region_lies_where_another_one_did_that_a_sender_may_remember(ends: Ends) -> None:
+    _, inbox, _ = ends
+    seen: list[tuple[int, int]] = []
+    for epoch, nbytes in enumerate([100_000, 300_000, 500_000, 700_000]):  # each is too large for the one before
+        region = inbox.register(nbytes, epoch=epoch)
+        start = pointer(inbox, region)
+        assert all(start + nbytes <= first or last <= start for first, last in seen)
+        seen.append((start, start + nbytes))
+        inbox.view(region)[:] = 1
+        inbox.release(region)
+
+
+def test_memory_that_is_given_back_takes_no_room(ends: Ends) -> None:
+    _, inbox, _ = ends
+    region = inbox.register(100_000, epoch=0)
+    memory = inbox.view(region)
+    memory[:] = 1
+    inbox.release(region)
+    inbox.register(200_000, epoch=1)
+    assert not memory.any()

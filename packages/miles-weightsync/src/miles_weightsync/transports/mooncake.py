@@ -23,7 +23,7 @@ class MooncakeInbox(OneSidedInbox):
         host: address of this host that senders can reach.
         protocol: `tcp` or `rdma`; the same on both sides.
         device: RDMA devices, comma-separated; empty takes all.
-        allocate: makes the memory; anything that returns [n] uint8.
+        allocate: makes the memory; see `OneSidedInbox`.
     """
 
     transport = "mooncake"

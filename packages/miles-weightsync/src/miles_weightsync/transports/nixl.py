@@ -26,7 +26,7 @@ class NixlInbox(OneSidedInbox):
     Args:
         host: address of this host that senders can reach. UCX chooses its own (UCX_NET_DEVICES).
         backend: of NIXL; the same on both sides.
-        allocate: makes the memory; anything that returns [n] uint8.
+        allocate: makes the memory; see `OneSidedInbox`.
     """
 
     transport = "nixl"

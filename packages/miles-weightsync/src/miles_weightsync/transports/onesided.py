@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import select
 import socket
 import struct
@@ -51,6 +52,8 @@ Description = Mapping[str, str | int]
 
 _never_freed: list[Bytes] = []
 """What an engine may still read or write."""
+_areas: dict[int, mmap.mmap] = {}
+"""What `_fresh` has made, by address. Never unmapped, only emptied."""
 
 
 class Engine(Protocol):
@@ -114,7 +117,7 @@ class OneSidedInbox(SocketInbox):
     Args:
         engine: of this process.
         host: address of this host that senders can reach.
-        allocate: makes the memory; anything that returns [n] uint8.
+        allocate: makes the memory, at addresses that it gave nobody before; anything that returns [n] uint8.
     """
 
     patience_s = _LEAVE_S
@@ -124,13 +127,14 @@ class OneSidedInbox(SocketInbox):
     )
 
     def __init__(self, engine: Engine, *, host: str, allocate: Callable[[int], Bytes] | None = None) -> None:
-        super().__init__(host=host, allocate=allocate)
+        super().__init__(host=host, allocate=allocate or _fresh)
         self._engine = engine
         self._lost_bytes = 0
 
     @property
     def lost_bytes(self) -> int:
-        """Memory kept aside until the process ends, because a sender may still write to it."""
+        """Memory kept aside until the process ends, because a sender may still write to it. Unless `allocate` has made
+        it, it is empty, and only its addresses are lost."""
         return self._lost_bytes
 
     def _memory(self, data: Bytes) -> Memory:
@@ -143,6 +147,7 @@ class OneSidedInbox(SocketInbox):
     def _let_go(self, data: Bytes) -> None:
         if data.nbytes:
             self._engine.unregister(data)
+            _empty(data)
 
     def _keep_aside(self, memory: Memory) -> None:
         assert isinstance(memory, _GuestMemory)
@@ -335,3 +340,29 @@ class OneSidedOutbox(LinkedOutbox):
         for buffer in self._buffers:
             self.engine.unregister(buffer)
         self._buffers.clear()
+
+
+def _fresh(nbytes: int) -> Bytes:
+    """[nbytes] where no memory of this process lay that an engine was told of.
+
+    A sender's NIXL adds what it hears of a receiver to what it has heard before: memory that is gone would hide parts
+    of what lies there now (`NIXL_ERR_NOT_FOUND`). Forgetting the receiver instead costs two file descriptors each time.
+    """
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError from None
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(area, np.uint8)
+    _areas[data.ctypes.data] = area
+    return data
+
+
+def _empty(data: Bytes) -> None:
+    """Give the pages back to the kernel and keep the addresses: what is written there later does no harm."""
+    area = _areas.get(data.ctypes.data)
+    if area is not None:
+        area.madvise(mmap.MADV_DONTNEED)
