@@ -19,6 +19,7 @@ def test_a_copy_under_another_name_passes_its_tests(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
     helpers = ("conftest.py", "weightsync_fakes.py", "planner_models.py", "transport_peer.py", "staged_bed.py")
+    helpers += ("die_with_parent.py", "installed.py")
     for name in (
         *helpers,
         "test_push.py",

@@ -37,7 +37,7 @@ from .shard import ShardLike, collect
 from .shm import clean_stale
 from .staged import Differences, StagedPushes
 from .staging import NUM_STAGES, Staging, write_bucket
-from .stored import StoredPushes
+from .stored.publish import StoredPushes
 
 Blocks = dict[ShardSpec, torch.Tensor]
 
