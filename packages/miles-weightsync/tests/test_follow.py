@@ -523,7 +523,6 @@ def test_killed_in_a_push_the_next_process_brings_the_engine_on_and_ends_when_as
     _, told = process[0].communicate(timeout=60)
     assert process[0].returncode == -signal.SIGKILL, told
     assert engine.is_paused
-    assert shm_names(process[0].pid) != []
 
     again = start(store, engine)
     try:
@@ -536,7 +535,7 @@ def test_killed_in_a_push_the_next_process_brings_the_engine_on_and_ends_when_as
         again.kill()
     assert again.returncode == 0, told
     assert engine.served == [(2, True), (3, True)]
-    assert shm_names(process[0].pid) == []  # what the killed one left
+    assert shm_names(process[0].pid) == []  # what the killed one left, unless another pusher of this host was faster
     lines = [line for line in told.splitlines() if " version " in line]
     assert "version 2: full" in lines[0]
     assert "version 3: delta" in lines[1]

@@ -13,6 +13,8 @@ from ..report import EngineOutcome
 _INTERVAL_S = 0.1
 _ANSWER_S = 2.0
 """An engine that hangs must not hide for long that others have arrived."""
+_LAST_ANSWER_S = 1.0
+"""What an engine has to answer in when the time is over; those that have arrived are to be seen."""
 
 
 def wait_for_engines(
@@ -25,7 +27,7 @@ def wait_for_engines(
     kind: Literal["full", "delta"] | None,
     reason: str | None,
 ) -> tuple[EngineOutcome, ...]:
-    """One outcome an engine, in order, at the latest after `timeout_s`.
+    """One outcome an engine, in order, after `timeout_s` and a last answer at the latest.
 
     Args:
         store: named in what is said of an engine that does not get there.
@@ -40,7 +42,8 @@ def wait_for_engines(
         while True:
             for url in [url for url in urls if url not in arrived]:
                 try:
-                    says[url] = clients[url].weight_version(Deadline(min(_ANSWER_S, timeout_s)))
+                    patience = min(_ANSWER_S, max(deadline.left(), _LAST_ANSWER_S))
+                    says[url] = clients[url].weight_version(Deadline(patience))
                 except EngineRequestError as error:
                     says[url] = error
                 if says[url] == str(version):
