@@ -158,10 +158,13 @@ class Router:
     def remove_worker(self, url: str, *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:
         """Route nothing to an engine from now on; requests in flight go on. Its sessions move to the others."""
         url = url.rstrip("/")
+        asked: set[str] = set()
         deadline = time.monotonic() + timeout_s
-        while ids := [worker["id"] for worker in self._workers() if worker["url"] == url]:
-            for worker_id in ids:
+        while ids := {worker["id"] for worker in self._workers() if worker["url"] == url}:
+            # Once each: smg queues removals, and a second one would take away an engine that was added again meanwhile.
+            for worker_id in ids - asked:
                 self._call("DELETE", f"/workers/{worker_id}", allowed=(HTTPStatus.NOT_FOUND,))
+            asked |= ids
             self._pause_until(deadline, f"{url} is still a worker of the router after {timeout_s:.0f} s")
 
     def set_workers(self, urls: Sequence[str], *, timeout_s: float = CHANGE_TIMEOUT_S) -> None:

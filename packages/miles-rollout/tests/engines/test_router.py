@@ -100,6 +100,27 @@ def test_a_removed_engine_gets_no_traffic_and_can_come_back(router: Router, fake
 
 
 @needs_smg
+def test_a_removal_is_asked_for_once_however_long_it_takes(
+    router: Router, fake_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+):
+    """smg queues removals: a second one takes the engine away again after it has come back."""
+    engine, other = fake_engine(), fake_engine()
+    router.start([engine.url, other.url])
+    told, workers, call = router._workers(), router._workers, router._call
+    still_listed, removals = iter(range(3)), list[str]()
+
+    def counting(method: str, path: str, **options: Any) -> Any:
+        removals.extend([path] if method == "DELETE" else [])
+        return call(method, path, **options)
+
+    monkeypatch.setattr(router, "_workers", lambda: workers() if next(still_listed, None) is None else told)
+    monkeypatch.setattr(router, "_call", counting)
+    router.remove_worker(engine.url)
+    assert router.workers() == {other.url: True}
+    assert len(removals) == 1
+
+
+@needs_smg
 def test_a_router_without_engines_runs_but_is_not_healthy(router: Router):
     router.start()
     assert not router.health()
