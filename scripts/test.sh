@@ -34,11 +34,23 @@ lint() {
     check "import borders" lint-imports --no-logo
 }
 
-# Cheap tests first, the real engine last, unless arguments say what to run. pytest's summary stays the closing line of a good run.
+run_pytest() {
+    local name=$1
+    shift
+    printf '\n== %s\n' "$name"
+    python -m pytest --durations=15 --durations-min=2 ${CI:+--verbose} "$@" </dev/null || failed+=("$name")
+}
+
+# What needs nothing but itself runs on all cores; real engines and whole runs, of several processes each, one at a time.
+# With arguments, those tests alone.
 tests() {
-    (($#)) || set -- packages tests/workspace tests/docs tests/slim tests/flow tests/clients tests/real
-    printf '\n== pytest\n'
-    python -m pytest -m "not gpu" --durations=15 --durations-min=2 ${CI:+--verbose} "$@" </dev/null || failed+=("pytest")
+    if (($#)); then
+        run_pytest "pytest" -m "not gpu" "$@"
+        return
+    fi
+    run_pytest "pytest, side by side" -m "not gpu and not sglang" --numprocesses auto --dist loadfile packages tests/workspace tests/docs tests/slim
+    run_pytest "pytest, one at a time" -m "sglang and not gpu" packages
+    run_pytest "pytest, whole runs" -m "not gpu" tests/flow tests/clients tests/real
 }
 
 case $what in
