@@ -140,7 +140,8 @@ def _peer(folder: Path) -> Callable[[list[int], list[int], dict[str, Any]], list
 def unpack(archive: Path, into: str) -> Path:
     """The tokenizer folder in a `.tar.xz`."""
     with tarfile.open(archive) as tar:
-        tar.extractall(into, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # before 3.11.4 there is none
+        tar.extractall(into)
     return Path(into) / archive.name.removesuffix(".tar.xz")
 
 

@@ -70,7 +70,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"{archive.name} is not at hand")
     folder = tmp_path_factory.mktemp("qwen3")
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # before 3.11.4 there is none
+        tar.extractall(folder)
     return folder / "qwen3"
 
 

@@ -31,6 +31,7 @@ class LoraEngine(FakeEngine):
             return 400, {"success": False, "error_message": "already loaded"}
         assert body["config_dict"] == CONFIG
         assert body["load_format"] == "flattened_bucket"
+        assert self.has_session == (self.tp > 1)  # its end waits for all ranks
         assert len(body["serialized_named_tensors"]) == self.tp
         for payload in body["serialized_named_tensors"]:
             self.adapters[body["lora_name"]] = dict(unpack(payload))

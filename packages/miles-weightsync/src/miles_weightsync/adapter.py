@@ -11,8 +11,9 @@ every version has memory of its own, which the engine holds until it unloads the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +109,8 @@ class AdapterPushes:
                 client.unload_adapter(order.tag, deadline)
                 loaded.remove(order.tag)
             payload_R = [encode(bucket, stage.handle(bucket)) for _ in range(int(info.get("tp_size") or 1))]
-            client.load_adapter(order.tag, order.config, payload_R, deadline)
+            with _all_ranks(client, len(payload_R), deadline):
+                client.load_adapter(order.tag, order.config, payload_R, deadline)
             loaded.append(order.tag)
             reason = self._unload(client, loaded, deadline)
         except WeightSyncError as problem:
@@ -135,6 +137,24 @@ class AdapterPushes:
                 return f"{tag} could not be unloaded and takes memory until the next push: {error}"
             loaded.remove(tag)
         return None
+
+
+@contextmanager
+def _all_ranks(client: EngineClient, tp: int, deadline: Deadline) -> Generator[None]:
+    """Leave when all ranks of an engine have done what was asked inside.
+
+    SGLang 0.5.23 answers as soon as its first rank has loaded an adapter, while others may not have opened the shared
+    memory yet: gone by then, it ends their process. An update session ends when all ranks have come to it. One about
+    the draft model touches no parameter of the model that serves.
+    """
+    if tp == 1:
+        yield
+        return
+    client.begin(deadline, selector="draft")
+    try:
+        yield
+    finally:
+        client.end(deadline)
 
 
 def _check(url: str, info: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -105,15 +105,20 @@ class EngineClient:
                     raise
             time.sleep(_FLUSH_INTERVAL_S)
 
-    def begin(self, deadline: Deadline) -> None:
-        """Open an update session, closing one that an earlier, failed push left open."""
+    def begin(self, deadline: Deadline, *, selector: Literal["all", "draft"] = "all") -> None:
+        """Open an update session, closing one that an earlier, failed push left open.
+
+        Args:
+            selector: the models it is about.
+        """
+        body = {"selector": selector}
         try:
-            self._call("POST", "/begin_weight_update", {}, deadline)
+            self._call("POST", "/begin_weight_update", body, deadline)
         except EngineRequestError as error:
             if "already open" not in str(error):
                 raise
             self._call("POST", "/end_weight_update", {}, deadline)
-            self._call("POST", "/begin_weight_update", {}, deadline)
+            self._call("POST", "/begin_weight_update", body, deadline)
 
     def load_tensors(self, payload_R: list[str], deadline: Deadline) -> None:
         """Load one bucket; one payload for each tensor-parallel rank R of the engine."""

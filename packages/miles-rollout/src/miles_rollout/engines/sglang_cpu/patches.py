@@ -5,6 +5,7 @@ A patch cannot wait until everything is imported: other modules copy the names (
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,24 @@ def _plain_host_memory(module: Any) -> None:
         return torch.empty(dims, dtype=dtype, device=device)
 
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _no_page_locked_memory(module: Any) -> None:
+    """Batches with LoRA adapters go through such memory as well. Done where the backend for a CPU is imported, so that
+    engines without adapters keep torch as it is."""
+    import torch
+
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def without(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            del pin_memory
+            return make(*args, **kwargs)
+
+        return without
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange"):
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
 
 
 def _deterministic_attention(module: Any) -> None:
@@ -100,6 +119,7 @@ def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:
 PATCHES: Mapping[str, Callable[[Any], None]] = {
     "sglang.kernels.ops.sampling.murmur_hash": _torch_hash,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
+    "sglang.srt.lora.backend.torch_backend": _no_page_locked_memory,
     "sglang.srt.arg_groups.choices": _deterministic_attention,
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
 }
