@@ -32,14 +32,14 @@ START_S = 150.0
 _numbers = count()
 
 
-def make_model(kind: str, *, seed: int = 0) -> Any:
+def make_model(kind: str, *, seed: int = 0, intermediate_size: int = 96) -> Any:
     """A small random model; 300 is not a multiple of 64, so the engine pads its vocabulary."""
     import transformers
 
     config: dict[str, Any] = dict(
         vocab_size=300,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
