@@ -96,8 +96,9 @@ def make_buckets(
     for name in sorted(tensors, key=load_order):
         spec, holders = tensors[name]
         check_cover(name, spec.shape, [(ranks[0], box) for box, ranks in holders.items()])
-        converts = dtype is not None and torch_dtype(spec.dtype).is_floating_point and name not in kept
-        sent_as = dtype if converts else spec.dtype
+        sent_as = spec.dtype
+        if dtype is not None and torch_dtype(spec.dtype).is_floating_point and name not in kept:
+            sent_as = dtype
         slot = Slot(name, spec.shape, sent_as, spec.dtype, -(-end // align) * align, _choose_senders(holders, sent_R))
         if slots and (slot.stop > bucket_bytes or slot.start % torch_dtype(sent_as).itemsize):
             buckets.append(Bucket(len(buckets), tuple(slots)))
