@@ -60,7 +60,12 @@ def _no_page_locked_memory(module: Any) -> None:
 
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, plain(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+    def as_it_is(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        del device
+        return tensor
+
+    torch.Tensor.pin_memory = as_it_is
 
 
 def _deterministic_attention(module: Any) -> None:
