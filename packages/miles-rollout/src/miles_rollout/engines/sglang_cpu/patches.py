@@ -61,9 +61,9 @@ def _no_page_locked_memory(module: Any) -> None:
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, plain(getattr(torch, name)))
 
-    def as_it_is(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    def as_it_is(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         del device
-        return tensor
+        return self
 
     torch.Tensor.pin_memory = as_it_is
 
