@@ -41,16 +41,16 @@ run_pytest() {
     python -m pytest --durations=15 --durations-min=2 ${CI:+--verbose} "$@" </dev/null || failed+=("$name")
 }
 
-# What needs nothing but itself runs on all cores; real engines and whole runs, of several processes each, one at a time.
+# What needs nothing but itself runs on all cores; real engines and whole runs, of several processes each, two at a time, the longest first.
 # With arguments, those tests alone.
 tests() {
     if (($#)); then
         run_pytest "pytest" -m "not gpu" "$@"
         return
     fi
-    run_pytest "pytest, side by side" -m "not gpu and not sglang" --numprocesses auto --dist loadfile packages tests/workspace tests/docs tests/slim
-    run_pytest "pytest, one at a time" -m "sglang and not gpu" packages
-    run_pytest "pytest, whole runs" -m "not gpu" tests/flow tests/clients tests/real
+    run_pytest "pytest, on all cores" --numprocesses auto --dist loadfile -m "not gpu and not sglang" packages tests/workspace tests/docs tests/slim
+    run_pytest "pytest, real engines" --numprocesses 2 --dist loadfile -m "sglang and not gpu" packages
+    run_pytest "pytest, whole runs" --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not gpu" tests/real tests/flow tests/clients
 }
 
 case $what in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from .errors import PushConfigError
 
@@ -14,6 +14,18 @@ LOADER = f"{__package__}.receiver.load"
 
 _OF_FOLLOWERS = ("pause", "verify", "bucket_bytes", "transport", "listen_host")
 """What a trainer that pushes into a store has no say in."""
+
+_ONLY_WITH = {
+    "transport": ("staged",),
+    "listen_host": ("staged",),
+    "delta": ("staged", "store"),
+    "max_inflight_bytes": ("staged", "store"),
+    "disk_keep": ("disk",),
+}
+"""Settings that are for some ways only."""
+
+_MAX_TIMEOUT_S = 1e6
+"""Sockets wait for 24 days at the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +78,13 @@ class PushConfig:
     """Newest full versions kept in `store`, with all that follows them; what comes before is removed after a push."""
 
     def __post_init__(self) -> None:
+        self._check_choices()
         if self.bucket_bytes < 1:
             raise PushConfigError(f"`bucket_bytes` is {self.bucket_bytes}; it must be at least 1.")
-        if not self.timeout_s > 0:
-            raise PushConfigError(f"`timeout_s` is {self.timeout_s}; it must be positive.")
+        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise PushConfigError(
+                f"`timeout_s` is {self.timeout_s}; it must be positive, and {_MAX_TIMEOUT_S:,.0f} at most."
+            )
         if self.max_inflight_bytes < 1:
             raise PushConfigError(f"`max_inflight_bytes` is {self.max_inflight_bytes}; it must be at least 1.")
         if self.delta_history < 0:
@@ -97,6 +112,24 @@ class PushConfig:
             raise PushConfigError(
                 f"`disk_dir` and `disk_template` have no effect with `way = {self.way}`; remove them."
             )
+        self._check_effects()
+
+    def _check_choices(self) -> None:
+        """A misspelt `verify` must not verify nothing; where pydantic reads the settings it has looked already."""
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise PushConfigError(f"`{name}` is {value!r}; it must be one of {', '.join(get_args(hint))}.")
+
+    def _check_effects(self) -> None:
+        for field in fields(self):
+            ways = _ONLY_WITH.get(field.name, (self.way,))
+            value = getattr(self, field.name)
+            if self.way not in ways and value != field.default:
+                raise PushConfigError(
+                    f"`{field.name} = {value}` has no effect with `way = {self.way}`, only with "
+                    f"{' and '.join(f'`{way}`' for way in ways)}; remove it."
+                )
 
     def _check_store(self) -> None:
         if not self.store:

@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from .errors import SyncError
+from .urls import server
 
 
 @contextmanager
@@ -21,10 +22,10 @@ def exclusive(urls: Sequence[str]) -> Generator[None]:
         SyncError: another push holds one of them.
     """
     with ExitStack() as stack:
-        for url in urls:
+        for name, url in {server(url): url for url in urls}.items():
             lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             try:
-                lock.bind(f"\0miles-weightsync/{hashlib.sha256(url.encode()).hexdigest()}")
+                lock.bind(f"\0miles-weightsync/{hashlib.sha256(name.encode()).hexdigest()}")
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

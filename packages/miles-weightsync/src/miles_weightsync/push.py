@@ -38,6 +38,7 @@ from .shm import clean_stale
 from .staged import Differences, StagedPushes
 from .staging import NUM_STAGES, Staging, write_bucket
 from .stored.publish import StoredPushes
+from .urls import engine_urls
 
 Blocks = dict[ShardSpec, torch.Tensor]
 
@@ -81,9 +82,7 @@ class Pusher:
 
     def set_engines(self, engines: Sequence[str]) -> None:
         """Push to these from now on; call it on every rank when engines come or go."""
-        self._engines = tuple(url.rstrip("/") for url in engines)
-        if not self._engines or len(set(self._engines)) != len(self._engines):
-            raise PushConfigError(f"`engines` must name at least one URL and none twice; got {list(engines)}.")
+        self._engines = engine_urls(engines)
 
     def push(self, shards: Iterable[ShardLike], *, version: int) -> SyncReport:
         """Bring every engine to `version`. Collective over the group; returns, or raises, alike on every rank.

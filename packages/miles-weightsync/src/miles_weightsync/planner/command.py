@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
     """Plan and print. Returns the exit status: 0, or 2 for unusable input."""
     try:
         about, source, target = _layouts(options)
+        if not target.tensors:
+            raise ShardError(f"{options.dst}: no rank needs a tensor; there is nothing to plan.")
         started = time.perf_counter()
         plan = make_plan(source, target)
         plan_seconds = time.perf_counter() - started
@@ -69,8 +72,10 @@ def summary(
 
 
 def _layouts(options: argparse.Namespace) -> tuple[str, Layout, Layout]:
-    if options.nic <= 0:
-        raise ShardError(f"--nic {options.nic} must be more than 0 Gbit/s.")
+    if not 0 < options.nic < math.inf:
+        raise ShardError(f"--nic {options.nic} must be more than 0 Gbit/s, and finite.")
+    if options.copies is not None and options.copies in (options.src, options.dst):
+        raise ShardError(f"--copies {options.copies} would overwrite the layout that is read; name another file.")
     files = options.src is not None, options.dst is not None
     if options.preset and not any(files):
         preset = PRESETS[options.preset]()

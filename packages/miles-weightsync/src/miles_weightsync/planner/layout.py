@@ -138,6 +138,8 @@ class Layout:
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
+        except RecursionError:
+            raise ShardError(f"{path}: lists or objects are nested too deeply for a layout.") from None
         except (OSError, ValueError) as error:  # a ShardError is a ValueError too
             raise ShardError(f"{path}: {error}") from error
 

@@ -23,6 +23,7 @@ from ..engine import Deadline, EngineClient
 from ..errors import EngineRequestError, PushConfigError, SyncError
 from ..push import Pusher
 from ..report import SyncReport
+from ..urls import engine_urls
 from .copy import Fetched, HostCopy, Stopped
 
 _ANSWER_S = 5.0
@@ -58,9 +59,7 @@ class Follower:
             raise PushConfigError("A follower pushes alone; run it in a process without torch.distributed.")
         if read_bytes < 1:
             raise PushConfigError(f"`read_bytes` is {read_bytes}; it must be at least 1.")
-        self._urls = tuple(url.rstrip("/") for url in engines)
-        if not self._urls or len(set(self._urls)) != len(self._urls):
-            raise PushConfigError(f"`engines` must name at least one URL and none twice; got {list(engines)}.")
+        self._urls = engine_urls(engines)
         self._stop = threading.Event()
         store = store if isinstance(store, DeltaStore) else DeltaStore(store)
         self._copy = HostCopy(store, read_bytes=read_bytes, stop=self._stop)
