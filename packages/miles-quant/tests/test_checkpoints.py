@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,10 +195,53 @@ def garble_a_header(folder: Path) -> None:
     file.write_bytes(content)
 
 
+def change_the_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = next(folder.glob("*.safetensors"))
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def forget_the_offsets(folder: Path) -> None:
+    change_the_header(folder, lambda header: header[min(header.keys() - {"__metadata__"})].pop("data_offsets"))
+
+
+def make_a_shape_negative(folder: Path) -> None:
+    change_the_header(folder, lambda header: header[min(header.keys() - {"__metadata__"})].update(shape=[-64, -256]))
+
+
+def leave_a_list_for_a_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[1]")
+
+
+def count_layers_in_words(folder: Path) -> None:
+    (folder / "config.json").write_text('{"num_hidden_layers": "two"}')
+
+
+def forget_the_weight_map(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
+
+
+def lead_the_index_elsewhere(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {name: f"../{file}" for name, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (cut_a_file, "half-written or damaged"),
+        (forget_the_offsets, "no dtype, shape and offsets"),
+        (make_a_shape_negative, "no dtype, shape and offsets"),
+        (leave_a_list_for_a_config, "holds a list, not a table"),
+        (count_layers_in_words, "num_hidden_layers is 'two'"),
+        (forget_the_weight_map, "has no weight_map"),
+        (lead_the_index_elsewhere, "which is no file beside it"),
         (empty_a_file, "too few for its header"),
         (drop_a_file, "cannot be read"),
         (drop_the_config, "has no config.json"),
@@ -349,3 +395,98 @@ def test_engines_without_codes_load_the_values_of_the_codes_and_others_the_codes
         assert torch.equal(values.read(name).float(), expected.float()), name
     with pytest.raises(CheckpointError, match="exists; remove it"):
         write_serving(source, tmp_path / "codes", coded, dtype="float32")
+
+
+def with_matrix(path: Path, matrix: torch.Tensor) -> Path:
+    return write_folder(path, {**small_model(), "model.layers.0.extra.weight": matrix})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_a_matrix_of_codes_or_counts_is_refused_before_anything_is_written(dtype: torch.dtype, tmp_path: Path):
+    source = with_matrix(tmp_path / "source", torch.ones(4, 256).to(dtype))
+    with pytest.raises(QuantError, match=f"extra.weight is {str(dtype)[6:]}"):
+        convert(source, tmp_path / "target", Recipe(format="mxfp8"), is_quiet=True)
+    assert not (tmp_path / "target").exists()
+    kept = Recipe(format="mxfp8", keep_bf16=(".extra.",))
+    assert convert(source, tmp_path / "target", kept, is_quiet=True).num_changed == 14
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_tensor/div"])
+def test_a_value_that_bfloat16_cannot_hold_is_refused(format: str, tmp_path: Path):
+    source = with_matrix(tmp_path / "source", torch.full((4, 256), 3.4e38))
+    with pytest.raises(QuantError, match=r"1024 of 1024 values of .*extra.weight are NaN or Inf as bfloat16"):
+        convert(source, tmp_path / "target", Recipe(format=format), is_quiet=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (0,), ()])
+def test_what_holds_no_value_or_one_passes_through_and_compares(shape: tuple[int, ...], tmp_path: Path):
+    source = with_matrix(tmp_path / "source", torch.ones(shape))
+    convert(source, tmp_path / "packed", Recipe(format="mxfp8"), is_quiet=True)
+    dequantize(tmp_path / "packed", tmp_path / "plain", is_quiet=True)
+    rows = {row.name: row for row in compare(source, tmp_path / "plain")}
+    assert rows["model.layers.0.extra.weight"].is_equal
+    assert ModelFolder(tmp_path / "plain").read("model.layers.0.extra.weight").shape == shape
+
+
+def test_nan_is_never_equal_to_a_number_and_always_to_itself(tmp_path: Path):
+    broken, infinite = torch.tensor([1.0, float("nan")]), torch.tensor([float("inf")])
+    a = write_folder(tmp_path / "a", {"x.norm": broken, "y.norm": infinite})
+    b = write_folder(tmp_path / "b", {"x.norm": torch.ones(2), "y.norm": infinite})
+    assert [row.is_equal for row in compare(a, b)] == [False, True]
+    assert [row.is_equal for row in compare(a, a)] == [True, True]
+    assert main(["compare", str(a), str(b), "--exact"]) == 1
+
+
+def test_every_scale_is_compared_that_of_inputs_too(tmp_path: Path):
+    source = write_folder(tmp_path / "source", small_model(experts=2))
+    for name in ("a", "b"):
+        convert(source, tmp_path / name, Recipe(format="nvfp4"), is_quiet=True)
+    file = tmp_path / "b" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    start = 8 + int.from_bytes(content[:8], "little")
+    name = next(key for key in header if key.endswith("input_scale"))
+    content[start + header[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(content)
+    wrong = [row.name for row in compare(tmp_path / "a", tmp_path / "b") if not row.is_equal]
+    assert wrong == [name.replace("input_scale", "weight")]
+
+
+def test_codes_without_scales_are_refused_and_a_folder_without_codes(tmp_path: Path):
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "num_hidden_layers": 1}
+    lonely = write_folder(tmp_path / "a", {"x.weight": torch.ones(8, 128).to(torch.float8_e4m3fn)})
+    plain = write_folder(tmp_path / "b", {"x.weight": torch.ones(8, 128)})
+    for folder, words in ((lonely, "no .weight_scale_inv beside it"), (plain, "no name ends in .weight_scale_inv")):
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=words):
+            dequantize(folder, tmp_path / "back", is_quiet=True)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_disk_that_is_full_is_said_and_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, target = write_folder(tmp_path / "source", small_model(), files=2), tmp_path / "target"
+    write, room = TensorWriter.write, [5]
+
+    def full(self: TensorWriter, name: str, tensor: torch.Tensor) -> None:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, name, tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorWriter, "write", full)
+        with pytest.raises(CheckpointError, match=r"target cannot be written: .*No space left.*goes on from it"):
+            convert(source, target, Recipe(format="mxfp8"), is_quiet=True)
+    assert convert(source, target, Recipe(format="mxfp8"), is_quiet=True).resumed_bytes > 0
+    convert(source, tmp_path / "whole", Recipe(format="mxfp8"), is_quiet=True)
+    assert files_of(target) == files_of(tmp_path / "whole")
+
+
+def test_a_run_killed_as_it_began_is_taken_up_and_damaged_progress_is_not(tmp_path: Path):
+    source, target = write_folder(tmp_path / "source", small_model()), tmp_path / "target"
+    target.mkdir()
+    (target / "miles_quant.progress.json.partial").write_text("{")
+    convert(source, target, Recipe(format="mxfp8"), is_quiet=True)
+    (target / "miles_quant.progress.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"progress\.json is damaged; remove"):
+        convert(source, target, Recipe(format="mxfp8"), is_quiet=True)

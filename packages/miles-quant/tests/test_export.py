@@ -148,6 +148,22 @@ def test_a_box_that_cuts_a_block_is_refused_with_the_aligned_one(format: str, bo
     check_boxes([shard], Recipe(format=format, keep_bf16=("up_proj", "gate_proj")))
 
 
+@pytest.mark.parametrize("box", [((0, 256), (0, 256)), ((-128, 0), (0, 256)), ((128, 256), (0, 256)), ((0, 128),)])
+def test_a_box_that_is_not_the_one_of_its_tensor_is_refused(box):
+    shard = Shard(UP, (128, 256), "bfloat16", box, normal(128, 256))
+    with pytest.raises(QuantError, match=r"is not one of the tensor of shape \(128, 256\)"):
+        list(quantize_shards(lambda: [shard], Recipe(format="mxfp8")))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_tensor/div"])
+def test_what_bfloat16_cannot_hold_and_what_is_no_float_is_refused(format: str):
+    huge, counts = torch.full((128, 256), 3.4e38), torch.ones(128, 256, dtype=torch.int32)
+    for tensor, words in ((huge, "NaN or Inf as bfloat16"), (counts, "is int32")):
+        shard = Shard(UP, (128, 256), "float32", ((0, 128), (0, 256)), tensor)
+        with pytest.raises(QuantError, match=words):
+            list(quantize_shards(lambda shard=shard: [shard], Recipe(format=format), reduce_max=dict))
+
+
 def test_a_cut_tensor_without_a_maximum_over_the_ranks_is_refused():
     half = cut(UP, normal(32, 64), [16], [])[0]
     with pytest.raises(QuantError, match="so pass `reduce_max`"):
@@ -212,3 +228,4 @@ def test_digests_accept_what_arrived_whole_and_name_what_did_not():
     assert differing(digests, stored) == [base + "weight_scale"]
     assert differing(digests, {**stored, base + "weight_scale": scale.float()}) == [base + "weight_scale"]
     assert differing(digests, {**stored, base + "weight_scale": scale[:32]}) == [base + "weight_scale"]
+    assert differing(digests, {**stored, base + "weight_scale": scale.flatten()}) == [base + "weight_scale"]

@@ -62,3 +62,30 @@ def test_a_file_without_golden_vectors_is_refused(tmp_path: Path, capsys: pytest
         verify_golden(tmp_path / "other.npz")
     assert main(["verify", "--golden", str(tmp_path / "absent.npz")]) == 1
     assert "absent.npz" in capsys.readouterr().err
+
+
+def test_a_torn_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    whole = tiny_golden(tmp_path / "right.npz", codes=0x7E).read_bytes()
+    rotten = bytearray(whole)
+    rotten[200] ^= 0xFF  # within the bytes of the first array
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for content in (whole[: len(whole) // 2], b"", bytes(rotten), (tmp_path / "one.npy").read_bytes()):
+        (tmp_path / "torn.npz").write_bytes(content)
+        assert main(["verify", "--golden", str(tmp_path / "torn.npz")]) == 1
+        assert "torn.npz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"input|top|fp32": np.zeros((1, 32))}, "is of type float64"),
+        ({"input|top|fp32": np.zeros((1, 32), ">f4")}, "is of type >f4"),
+        ({"swizzle|out": np.zeros(512, np.uint8)}, "go together"),
+        ({"swizzle|in": np.zeros((4, 4), np.uint8)}, "go together"),
+    ],
+)
+def test_a_file_that_cannot_be_checked_as_a_whole_is_refused(arrays: dict[str, np.ndarray], words: str, tmp_path: Path):
+    right = dict(np.load(tiny_golden(tmp_path / "right.npz", codes=0x7E)))
+    np.savez(tmp_path / "wrong.npz", **{**right, **arrays})
+    with pytest.raises(QuantError, match=words):
+        verify_golden(tmp_path / "wrong.npz")

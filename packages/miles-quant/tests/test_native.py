@@ -135,6 +135,46 @@ def test_work_cut_among_threads_gives_the_same_bytes(name: str):
 
 
 @needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("blocks", [1, 15, 16, 17, 33])
+def test_the_maximum_of_a_block_is_found_wherever_it_is(isa: str, blocks: int):
+    """Every position in every block of a run of sixteen, of either sign, and NaN of any payload, from any address."""
+    format, columns = get_format("nvfp4/te_row"), blocks * 16
+    values = torch.full((columns, columns), 0.01)
+    top = torch.arange(1.0, columns + 1) * torch.where(torch.arange(columns) % 3 == 0, -1, 1)
+    values.diagonal().copy_(top)
+    broken = values.bfloat16()
+    payloads = torch.tensor([0x7F81, 0x7FC0, 0x7FFF, -0x7F, -1], dtype=torch.int16)  # of both signs
+    broken.view(torch.int16).diagonal().copy_(payloads[torch.arange(columns) % 5])
+    pool = torch.cat([torch.zeros(3, dtype=torch.bfloat16), values.bfloat16().flatten()])
+    for weight in (values, values.bfloat16(), broken, pool[3:].view(columns, columns), values.bfloat16().t()):
+        with using("torch"):
+            expected = format.quantize(weight)
+        with using(isa):
+            assert_same(format.quantize(weight), expected)
+
+
+FORKED = """
+import os, signal, sys, torch
+from miles_quant import get_format
+torch.set_num_threads(2)
+weight = torch.ones(1024, 2048)
+get_format("mxfp8").quantize(weight)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    get_format("mxfp8").quantize(weight)
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@needs_kernels
+def test_a_forked_child_has_threads_of_its_own():
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=60).returncode == 0
+
+
+@needs_kernels
 def test_matrices_that_do_not_lie_in_one_piece_are_taken_too():
     weight = normal(256, 512)
     for view in (weight.t(), weight[:, :128], weight[::2]):

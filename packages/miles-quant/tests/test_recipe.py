@@ -80,6 +80,12 @@ def test_a_recipe_that_splits_what_engines_fuse_is_refused():
         ({"format": "fp8", "keep_first_layers": -1}, "cannot be negative"),
         ({"format": "fp8", "keep_first_layers": 3, "keep_last_layers": 1, "num_layers": 4}, "4 layers are kept of 4"),
         ({"format": "fp8", "source_dtype": "float16"}, "bfloat16 or float32"),
+        ({"format": 8}, "`format` is 8"),
+        ({"format": "fp8", "keep_bf16": "o_proj"}, "`keep_bf16` is 'o_proj'; it is a list"),
+        ({"format": "fp8", "keep_bf16": [""]}, "none of them empty"),
+        ({"format": "fp8", "only": "experts"}, "`only` is 'experts'; it is a list"),
+        ({"format": "fp8", "keep_first_layers": "1"}, "`keep_first_layers` is '1'; it is a whole number"),
+        ({"format": "fp8", "quantize_activations": "no"}, "it is true or false"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(values: dict[str, object], words: str):
@@ -90,6 +96,18 @@ def test_a_recipe_that_makes_no_sense_is_refused(values: dict[str, object], word
 def test_a_recipe_that_quantises_nothing_is_refused():
     with pytest.raises(QuantError, match="none of the model's 1 tensors"):
         Recipe(format="nvfp4").select({UP: SHAPE})
+
+
+@pytest.mark.parametrize("key", ["keep_bf16", "only"])
+def test_a_substring_that_is_in_no_name_is_refused(key: str):
+    substrings = {key: ("up_proj", "o_porj")} if key == "only" else {key: ("o_porj",)}
+    with pytest.raises(QuantError, match=f"`{key}` has 'o_porj', which is in none of the model's 1 names"):
+        Recipe.from_dict({"format": "mxfp8", **substrings}).select({UP: SHAPE})
+
+
+def test_a_matrix_without_elements_is_kept():
+    for shape in ((0, 256), (256, 0)):
+        assert not Recipe(format="mxfp8").quantizes(UP, shape)
 
 
 def test_last_layers_need_their_number_when_they_are_asked_for():
@@ -171,6 +189,16 @@ def test_modelopt_has_a_file_of_its_own_that_reads_back():
         ({"quant_method": "awq"}, "quant_method 'awq'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'FP8' is not covered"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int-quantized"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "`config_groups` .* not a table"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}}, "`weights` .* not a table"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"actorder": "group"}}}},
+            "columns in another order",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"`weight_block_size` is \[128\]"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2' is not covered"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "list of names"),
+        ({"quantization": None}, "`quantization` .* not a table"),
     ],
 )
 def test_methods_that_are_not_covered_are_named(config: dict[str, object], words: str):

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except QuantError as error:
+    except (QuantError, OSError) as error:
         print(f"miles-quant: {error}", file=sys.stderr)
         return 1
 

@@ -7,6 +7,8 @@ and `swizzle|out` are the 128x4 interleave. FP4 codes are compared up to the sig
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +42,16 @@ def verify_golden(path: str | Path) -> list[GoldenRow]:
         QuantError: the file is not one of golden vectors, or names a format or part that this package does not know.
     """
     try:
-        with np.load(path) as file:
+        file = np.load(path)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise QuantError(f"{path} holds one array; a file of golden vectors is an .npz of many.")
+        with file:
             golden = {key: file[key] for key in file.files}
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise QuantError(f"{path} is not a readable .npz file: {error}") from error
+    except ValueError as error:
+        if isinstance(error, QuantError):
+            raise
         raise QuantError(f"{path} is not a readable .npz file: {error}") from error
     expected: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for key, array in golden.items():
@@ -55,7 +64,10 @@ def verify_golden(path: str | Path) -> list[GoldenRow]:
     if not expected:
         raise QuantError(f"{path} holds no golden vectors (keys FORMAT|CASE|DTYPE|PART).")
     rows = [_verify_format(name, cases, golden) for name, cases in expected.items()]
-    if "swizzle|in" in golden:
+    interleave = {key for key in golden if key.startswith("swizzle|")}
+    if interleave:
+        if interleave != {"swizzle|in", "swizzle|out"} or golden["swizzle|in"].ndim != 2:
+            raise QuantError(f"{path} has {sorted(interleave)}; a matrix `swizzle|in` and `swizzle|out` go together.")
         swizzled = swizzle_scales(torch.from_numpy(golden["swizzle|in"])).numpy()
         rows.append(_row("swizzle", [("swizzle|out", swizzled, golden["swizzle|out"])]))
     return rows
@@ -70,7 +82,7 @@ def _verify_format(
         key = f"input|{case}"
         if key not in golden:
             raise QuantError(f"The file expects {name}|{case} but holds no {key!r}.")
-        ours = _parts(format, _matrix(golden[key]))
+        ours = _parts(format, _matrix(key, golden[key]))
         for part, expected in parts.items():
             if part not in ours:
                 raise QuantError(f"{name} has parts {sorted(ours)}, not {part!r}.")
@@ -95,9 +107,11 @@ def _parts(format: Format, matrix: torch.Tensor) -> dict[str, np.ndarray]:
     return parts
 
 
-def _matrix(array: np.ndarray) -> torch.Tensor:
+def _matrix(key: str, array: np.ndarray) -> torch.Tensor:
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype != np.float32:
+        raise QuantError(f"{key!r} is of type {array.dtype}; inputs are float32, or uint16 for the bits of bfloat16.")
     return torch.from_numpy(array)
 
 

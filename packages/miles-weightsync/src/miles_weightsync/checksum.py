@@ -20,7 +20,7 @@ from .planner.sglang import NOT_FROM_CHECKPOINTS
 from .staging import view
 
 _SHOWN = 6
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class ExpectedChecksums:
     def __init__(self, layout: EngineLayout) -> None:
         self._layout = layout
         self._kept = layout.model.model.always_float32() if layout.model is not None else frozenset[str]()
-        self._places_R = [_places(layout.model, rank) for rank in range(layout.tp)] if layout.model is not None else []
+        self._places_R = [places_of(layout.model, rank) for rank in range(layout.tp)] if layout.model is not None else []
         self._open_P: dict[tuple[int, str], ParameterHash] = {}
         self._done_R: list[dict[str, str]] = [{} for _ in range(layout.tp)]
         self._unused: set[str] = set()
@@ -78,7 +78,7 @@ class ExpectedChecksums:
         """Take a bucket as it is staged."""
         for slot in bucket.slots:
             whole = view(slot, data)
-            name = _full_name(slot.name)
+            name = full_name(slot.name)
             if self._layout.dtype is not None and whole.is_floating_point():
                 whole = whole.to(torch.float32 if name in self._kept else torch_dtype(self._layout.dtype))
             if self._layout.model is not None:
@@ -120,12 +120,12 @@ class ExpectedChecksums:
             unequal |= different | missing
             if self._layout.model is not None:
                 unused = (expected.keys() | self._unused) - reported.keys() - _explained_by_tying(expected, reported)
-                problems += _problem(f"{len(missing)} parameters of the engine were not pushed{where}", missing)
-                problems += _problem(f"{len(unused)} pushed parameters do not exist in the engine{where}", unused)
+                problems += listed(f"{len(missing)} parameters of the engine were not pushed{where}", missing)
+                problems += listed(f"{len(unused)} pushed parameters do not exist in the engine{where}", unused)
             else:
                 num_unknown += len(missing) + len(different - trusted)
                 different &= trusted
-            problems += _problem(f"{len(different)} of {len(shared)} parameters differ{where}", different)
+            problems += listed(f"{len(different)} of {len(shared)} parameters differ{where}", different)
         equal = frozenset(name for expected in self._done_R for name in expected) - unequal
         return Comparison(problems=tuple(problems), num_equal=num_equal, equal=equal, num_unknown=num_unknown)
 
@@ -152,7 +152,7 @@ class _Places:
         model = layout.model
         parts = [part for part in layout.parts(rank) if part.model == "target"]
         if model.tied:  # an engine that ties its head to the embedding has none; one that was pushed must equal it
-            parts += [p._replace(name=_HEAD, param=_HEAD) for p in parts if p.name == _EMBEDDING]
+            parts += [p._replace(name=HEAD, param=HEAD) for p in parts if p.name == _EMBEDDING]
         self.parts: dict[str, list[Part]] = {}
         self.of_param: dict[str, list[Part]] = {}
         for part in parts:
@@ -160,7 +160,7 @@ class _Places:
             self.of_param.setdefault(part.param, []).append(part)
         self.padding = {name: shape for name, shape in layout.params(rank).items() if name not in self.of_param}
         """Parameters that hold nothing of any tensor."""
-        self._names = {tensor.name for tensor in model.tensors()} | ({_HEAD} if model.tied else set[str]())
+        self._names = {tensor.name for tensor in model.tensors()} | ({HEAD} if model.tied else set[str]())
 
     def knows(self, name: str) -> bool:
         """Whether the model has such a tensor, here or elsewhere, or the engine ignores it (rotary tables)."""
@@ -168,22 +168,22 @@ class _Places:
 
 
 @lru_cache(maxsize=64)
-def _places(layout: SGLang, rank: int) -> _Places:
+def places_of(layout: SGLang, rank: int) -> _Places:
     return _Places(layout, rank)
 
 
-def _full_name(name: str) -> str:
+def full_name(name: str) -> str:
     """Models without a head leave the prefix away."""
     return f"model.{name}" if name.startswith(("layers.", "embed_tokens.", "norm.")) else name
 
 
 def _explained_by_tying(expected: Mapping[str, str], reported: Mapping[str, str]) -> set[str]:
-    head = expected.get(_HEAD)
-    is_tied = _HEAD not in reported and head is not None and head == expected.get(_EMBEDDING)
-    return {_HEAD} if is_tied else set()
+    head = expected.get(HEAD)
+    is_tied = HEAD not in reported and head is not None and head == expected.get(_EMBEDDING)
+    return {HEAD} if is_tied else set()
 
 
-def _problem(what: str, unordered: Iterable[str]) -> list[str]:
+def listed(what: str, unordered: Iterable[str]) -> list[str]:
     """One line that names the first few parameters; nothing when there are none."""
     names = sorted(unordered)
     if not names:

@@ -71,6 +71,8 @@ class EngineClient:
     def facts(self, deadline: Deadline) -> EngineFacts:
         """Read how the engine was started."""
         args = self._call("GET", "/server_info", None, deadline)
+        if "tp_size" not in args:
+            raise EngineRequestError(f"/server_info: what answers at {self.url} is no SGLang server.")
         model = self._call("GET", "/model_info", None, deadline)
         config = _read_model_config(str(args.get("model_path", "")))
         architectures = model.get("architectures") or [""]

@@ -12,6 +12,7 @@ from .checksum import EngineLayout, ExpectedChecksums
 from .config import PushConfig
 from .engine import is_local
 from .errors import SyncError
+from .fit import misfits
 from .lane import Lane
 from .payload import encode
 from .report import EngineOutcome
@@ -70,6 +71,18 @@ class Fleet:
             return frozenset()
         layouts = {lane.facts.layout for lane in self._lanes if lane.facts and lane.facts.layout}
         return frozenset(name for layout in layouts for name in layout.model.always_float32())
+
+    def check(self, buckets: Sequence[Bucket]) -> None:
+        """Fail engines whose model is not what is pushed; they are not touched."""
+        surplus = self._config.verify == "checksum"
+        found: dict[EngineLayout, list[str]] = {}
+        for lane in self._lanes:
+            if lane.facts is not None and not lane.failed:
+                layout = EngineLayout.of(lane.facts)
+                if layout not in found:
+                    found[layout] = misfits(layout, buckets, surplus=surplus)
+                if found[layout]:
+                    lane.cancel("plan", "; ".join(found[layout]) + ". Push what belongs to the model that it serves.")
 
     def expect(self) -> None:
         """Prepare the checksums of every layout in the fleet."""

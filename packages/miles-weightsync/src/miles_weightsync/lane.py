@@ -123,7 +123,7 @@ class Lane:
         """Wait for the queue, close the connection, and say how it went."""
         self._thread.shutdown(wait=True)
         for future in self._futures:
-            future.result()  # raises only what is our own mistake; what the engine did wrong is in the outcome
+            future.result()  # raises nothing that a step raised: that is in the outcome
         if self._failure is not None:
             if self._unreached:
                 self._hold()
@@ -154,9 +154,10 @@ class Lane:
             with self._timed(phase):
                 try:
                     run()
-                except WeightSyncError as error:
+                except Exception as error:  # also a mistake of ours: an engine that was not verified must not resume
                     self._unreached = phase in ("probe", "pause")
-                    self._failure = self._failure or (phase, str(error))
+                    known = isinstance(error, WeightSyncError)
+                    self._failure = self._failure or (phase, str(error) if known else f"{type(error).__name__}: {error}")
 
         future = self._thread.submit(guarded)
         self._futures.append(future)

@@ -269,6 +269,7 @@ class Pusher:
         if self._planned is None or self._planned[0] != key:
             self._planned = key, self._plan(list(blocks), dtype=said_R[0].dtype, kept=said_R[0].kept)
         buckets = self._planned[1]
+        fleet.check(buckets)
         if self._config.verify == "checksum":
             fleet.expect()
             self._warn_once(fleet)
@@ -313,6 +314,8 @@ class Pusher:
     ) -> None:
         """Write a checkpoint folder together, then let every engine load it; requests run while it is written."""
         ranks = self._ranks
+        if ranks.agree("write", lambda: fleet.is_lost)[0]:
+            return
         folder = VersionFolder(str(self._config.disk_dir), version)
         ranks.agree("write", lambda: folder.start() if ranks.is_leader else None)
         try:
@@ -355,6 +358,8 @@ class Pusher:
         ranks.agree("write", close)
 
     def _check_version(self, version: int) -> None:
+        if type(version) is not int or version < 0:  # `True`, a float or text would be stamped as they are
+            raise SyncError(f"The version is {version!r}; it must be a whole number, not negative.", phase="prepare")
         if self._version is not None and version < self._version:
             raise SyncError(
                 f"Version {version} is older than {self._version}, which was pushed before. "

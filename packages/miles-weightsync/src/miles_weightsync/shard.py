@@ -71,6 +71,9 @@ def _check_block(spec: ShardSpec, tensor: torch.Tensor) -> None:
         raise ShardError(
             f"`{spec.name}`: the block has shape {tuple(tensor.shape)} but its box {show(spec.box)} spans {extent}."
         )
+    if tensor.device.type == "meta" or str(tensor.layout) != "torch.strided":
+        what = "on the meta device, without values" if tensor.device.type == "meta" else f"{tensor.layout}, not dense"
+        raise ShardError(f"`{spec.name}`: the block is {what}; hand over its values as a dense tensor.")
     got = str(tensor.dtype).removeprefix("torch.")
     if got != spec.dtype:
         raise ShardError(f"`{spec.name}`: the block is {got} but the shard says {spec.dtype}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from ..formats.spec import QuantizedTensor
 from .folder import ModelFolder
 from .packed import PackedFolder
 
@@ -26,7 +26,7 @@ class ComparedTensor:
     scales_equal: bool | None
     """All bytes of the scales; None unless both folders hold it in one format."""
     max_error: float
-    """Largest absolute difference of the values."""
+    """Largest absolute difference of the values; infinite where one alone is NaN."""
     mean_error: float
     """Mean absolute difference of the values."""
     cosine: float
@@ -65,32 +65,32 @@ class _Values:
         stored = {part for name in matrices for part in self.packed.parts(name).values()} if self.packed else set()
         self.names = dict.fromkeys(name for name in folder.home if name not in stored) | dict.fromkeys(sorted(matrices))
 
-    def codes(self, name: str) -> QuantizedTensor | None:
-        return self.packed.read(name) if self.packed and name in self.packed.names else None
+    def stored(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Codes and all scales by suffix; None for what is not quantised."""
+        return self.packed.read_stored(name) if self.packed and name in self.packed.names else None
 
     def values(self, name: str) -> torch.Tensor:
-        codes = self.codes(name)
-        if codes is None or self.packed is None:
+        if self.packed is None or name not in self.packed.names:
             return self._folder.read(name)
-        return self.packed.format.dequantize(codes, dtype=torch.float32)
+        return self.packed.format.dequantize(self.packed.read(name), dtype=torch.float32)
 
 
 def _compare(name: str, a: _Values, b: _Values) -> ComparedTensor:
-    ours, theirs = a.codes(name), b.codes(name)
+    ours, theirs = a.stored(name), b.stored(name)
     codes_equal = scales_equal = None
     if ours and theirs and a.packed and b.packed and a.packed.format.parts == b.packed.format.parts:
-        codes_equal = _same_bytes(ours.codes, theirs.codes)
-        scales_equal = _same_bytes(ours.scale, theirs.scale)
-        if ours.global_scale is not None and theirs.global_scale is not None:
-            scales_equal = scales_equal and _same_bytes(ours.global_scale, theirs.global_scale)
+        codes, *scales = (_same_bytes(ours[part.suffix], theirs[part.suffix]) for part in a.packed.format.parts)
+        codes_equal, scales_equal = codes, all(scales)
     x, y = a.values(name), b.values(name)
     if x.shape != y.shape:
         raise CheckpointError(f"{name} is {tuple(x.shape)} in one folder and {tuple(y.shape)} in the other.")
     largest, total, dot, norm_x, norm_y = 0.0, 0.0, 0.0, 0.0, 0.0
     for part_x, part_y in zip(x.reshape(-1).split(_CHUNK), y.reshape(-1).split(_CHUNK), strict=True):
         u, v = part_x.double(), part_y.double()
-        distance = (u - v).abs()
-        largest, total = max(largest, float(distance.max())), total + float(distance.sum())
+        is_same = (u == v) | (u.isnan() & v.isnan())  # the difference of two infinities is no number
+        distance = torch.where(is_same, 0.0, (u - v).abs()).nan_to_num(nan=math.inf)  # NaN is as far as can be
+        largest = max(largest, float(distance.max())) if len(distance) else largest
+        total += float(distance.sum())
         dot, norm_x, norm_y = dot + float(u @ v), norm_x + float(u @ u), norm_y + float(v @ v)
     lengths = (norm_x * norm_y) ** 0.5
     return ComparedTensor(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..formats.spec import check_finite, stored_name
+from ..formats.spec import check_floating, round_to_source, stored_name
 from ..recipe.hf import MODELOPT_FILE, RECIPE_FILE, modelopt_config, quantization_config
 from ..recipe.recipe import Recipe, siblings
 from .folder import ModelFolder
@@ -40,6 +40,8 @@ class _Quantize(FolderJob):
     def __init__(self, source: ModelFolder, recipe: Recipe) -> None:
         shapes = {name: info.shape for name, info in source.infos.items()}
         super().__init__(source, title=f"quantise to {recipe.spec.name}", changed=recipe.select(shapes))
+        for name in sorted(self.changed):
+            check_floating(name, source.infos[name].dtype)
         self._recipe, self._format = recipe, recipe.spec
         self._amaxes: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -58,8 +60,7 @@ class _Quantize(FolderJob):
         tensor = self.source.read(name)
         if name not in self.changed:
             return {name: tensor}
-        check_finite(name, tensor)
-        tensor = tensor.to(getattr(torch, self._recipe.source_dtype))
+        tensor = self._rounded(name, tensor)
         amax = self._shared_amax(name, tensor) if self._format.name.has_tensor_scale else None
         stored = self._format.store(self._format.quantize(tensor, amax=amax))
         return {stored_name(name, suffix): part for suffix, part in stored.items()}
@@ -88,11 +89,13 @@ class _Quantize(FolderJob):
         with self._lock:
             if name in self._amaxes:
                 return self._amaxes[name]
-        tensor = self.source.read(name) if tensor is None else tensor
-        amax = self._format.amax(tensor.to(getattr(torch, self._recipe.source_dtype)))
+        amax = self._format.amax(self._rounded(name, self.source.read(name)) if tensor is None else tensor)
         with self._lock:
             self._amaxes[name] = amax
         return amax
+
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return round_to_source(name, tensor, getattr(torch, self._recipe.source_dtype))
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:

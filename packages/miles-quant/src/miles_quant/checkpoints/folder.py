@@ -46,14 +46,22 @@ class ModelFolder:
     @property
     def num_layers(self) -> int | None:
         """What the configuration says, of the language model where there are several."""
-        text = self.config.get("text_config") or self.config
-        return text.get("num_hidden_layers")
+        text = self.config.get("text_config")
+        number = (text if isinstance(text, dict) else self.config).get("num_hidden_layers")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise CheckpointError(
+                f"{self.path / 'config.json'} says num_hidden_layers = {number!r}, which is no count."
+            )
+        return number
 
     @property
     def recipe(self) -> Recipe | None:
         """How the folder was quantised, by its own record or else by its `quantization_config`; None if it was not."""
         if (self.path / RECIPE_FILE).exists():
-            return Recipe.from_dict(self._json(RECIPE_FILE, "")["recipe"])
+            recipe = self._json(RECIPE_FILE, "").get("recipe")
+            if not isinstance(recipe, dict):
+                raise CheckpointError(f"{self.path / RECIPE_FILE} holds no recipe; it is damaged.")
+            return Recipe.from_dict(recipe)
         config = self.config.get("quantization_config")
         if config is None and (self.path / MODELOPT_FILE).exists():
             config = self._json(MODELOPT_FILE, "")
@@ -80,7 +88,12 @@ class ModelFolder:
                     "it needs one file, or an index."
                 )
             return [TensorFile(found[0])]
-        weight_map: dict[str, str] = self._json(INDEX_FILE, "")["weight_map"]
+        weight_map = self._json(INDEX_FILE, "").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.path / INDEX_FILE} has no weight_map of tensors to files.")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{INDEX_FILE} puts {name} into {file!r}, which is no file beside it.")
         files = [TensorFile(self.path / name) for name in sorted(set(weight_map.values()))]
         held = {file.path.name: file.infos for file in files}
         for name, file in weight_map.items():
@@ -93,8 +106,13 @@ class ModelFolder:
 
     def _json(self, name: str, otherwise: str) -> dict[str, Any]:
         try:
-            return json.loads((self.path / name).read_text())
+            values = json.loads((self.path / name).read_text())
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.path} has no {name}: {otherwise}.") from error
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
         except ValueError as error:
             raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{self.path / name} holds a {type(values).__name__}, not a table.")
+        return values

@@ -77,11 +77,19 @@ class FolderJob(ABC):
         """Write the folder `target`, or the rest of it.
 
         Raises:
-            CheckpointError: `target` exists and is not this job's unfinished work.
+            CheckpointError: `target` exists and is not this job's unfinished work, or it cannot be written.
         """
         if workers < 1:
             raise CheckpointError(f"`workers` is {workers}; at least one is needed.")
-        target = Path(target)
+        try:
+            return self._run(Path(target), workers=workers, is_quiet=is_quiet)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} cannot be written: {error}. What is there already stays: once the cause is gone, the same "
+                "command goes on from it."
+            ) from error
+
+    def _run(self, target: Path, *, workers: int, is_quiet: bool) -> FolderReport:
         plans = {file: self._plan(file) for file in self.source.files}
         self._claim(target)
         total = sum(info.num_bytes for plan in plans.values() for info in _flat(plan).values())
@@ -111,16 +119,21 @@ class FolderJob(ABC):
 
     def _claim(self, target: Path) -> None:
         mine = {"source": str(self.source.path.resolve()), "digest": self.source.digest, **self.identity()}
-        progress = target / PROGRESS_FILE
+        progress, begun = target / PROGRESS_FILE, PROGRESS_FILE + ".partial"  # the latter of a run killed at once
         if progress.exists():
-            theirs = json.loads(progress.read_text())
+            try:
+                theirs = json.loads(progress.read_text())
+            except ValueError:
+                theirs = None
+            if not isinstance(theirs, dict):
+                raise CheckpointError(f"{progress} is damaged; remove {target} or choose another folder.")
             if theirs != mine:
                 differs = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
                 raise CheckpointError(
                     f"{target} holds the unfinished work of another job (other {', '.join(differs)}); remove it or "
                     "choose another folder."
                 )
-        elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+        elif target.exists() and (not target.is_dir() or any(file.name != begun for file in target.iterdir())):
             raise CheckpointError(f"{target} exists and is not an empty folder; remove it or choose another.")
         else:
             target.mkdir(parents=True, exist_ok=True)

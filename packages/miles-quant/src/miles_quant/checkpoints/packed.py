@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from ..errors import CheckpointError
 from ..formats.spec import Format, QuantizedTensor, stored_name
 from .folder import ModelFolder
@@ -23,6 +25,11 @@ class PackedFolder:
             raise CheckpointError(f"{folder.path} is not quantised: its config.json has no quantization_config.")
         self.folder, self.recipe, self.format = folder, recipe, recipe.spec
         self.names = find_packed(self.format, folder.infos)
+        if not self.names:
+            raise CheckpointError(
+                f"{folder.path} is said to be quantised to {self.format.name}, and none of its {len(folder.home)} "
+                f"tensors is: no name ends in .{self.format.parts[1].suffix}."
+            )
 
     def parts(self, name: str) -> dict[str, str]:
         """Names of the stored tensors of a matrix, by suffix."""
@@ -30,8 +37,11 @@ class PackedFolder:
 
     def read(self, name: str) -> QuantizedTensor:
         """Codes and scales of one matrix."""
-        tensors = {suffix: self.folder.read(stored) for suffix, stored in self.parts(name).items()}
-        return self.format.restore(tensors)
+        return self.format.restore(self.read_stored(name))
+
+    def read_stored(self, name: str) -> dict[str, torch.Tensor]:
+        """The stored tensors of one matrix, by suffix."""
+        return {suffix: self.folder.read(stored) for suffix, stored in self.parts(name).items()}
 
 
 def find_packed(format: Format, infos: Mapping[str, TensorInfo]) -> frozenset[str]:
@@ -51,4 +61,8 @@ def find_packed(format: Format, infos: Mapping[str, TensorInfo]) -> frozenset[st
                 f"{format.name} stores {scale.dtype} and {codes.dtype}."
             )
         found.add(name)
+    for stored, info in infos.items():
+        name = stored.removesuffix(codes.suffix) + "weight"
+        if stored.endswith(f".{codes.suffix}") and info.dtype == codes.dtype and name not in found:
+            raise CheckpointError(f"{stored} holds codes of {info.dtype}, and there is no .{scale.suffix} beside it.")
     return frozenset(found)

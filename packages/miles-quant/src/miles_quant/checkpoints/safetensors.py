@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -73,13 +73,12 @@ class TensorFile:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path} is not a safetensors file: its header is not JSON.") from error
-        self.metadata: dict[str, str] = entries.pop("__metadata__", {})
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{path} is not a safetensors file: its header is not a table.")
+        self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
         end = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            start, stop = entry["data_offsets"]
-            if entry["dtype"] not in _DTYPES:
-                raise CheckpointError(f"{name} in {path} has dtype {entry['dtype']}, which is not covered.")
-            info = TensorInfo(dtype=_DTYPES[entry["dtype"]], shape=tuple(entry["shape"]))
+        tensors = [(name, *_entry(path, name, entry)) for name, entry in entries.items()]
+        for name, info, start, stop in sorted(tensors, key=lambda tensor: tensor[2:]):
             if start != end or stop - start != info.num_bytes:
                 raise CheckpointError(
                     f"{name} in {path} lies at {start}:{stop}; expected {end}:{end + info.num_bytes}."
@@ -161,6 +160,21 @@ class TensorWriter:
         self._file.seek(self._ends[done])
         self._file.truncate()
         return done
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    """What a header says of one tensor, and where it starts and ends."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
+            isinstance(n, int) and n >= 0 for n in shape
+        ):
+            if dtype not in _DTYPES:
+                raise CheckpointError(f"{name} in {path} has dtype {dtype}, which is not covered.")
+            return TensorInfo(dtype=_DTYPES[dtype], shape=tuple(shape)), start, stop
+        case _:
+            raise CheckpointError(
+                f"{path} is damaged: it describes {name} as {str(entry)[:200]}, which is no dtype, shape and offsets."
+            )
 
 
 def _header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:

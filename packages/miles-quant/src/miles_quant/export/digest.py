@@ -39,6 +39,7 @@ def differing(digests: Iterable[Digest], tensors: Mapping[str, torch.Tensor]) ->
         if (
             tensor is None
             or str(tensor.dtype) != f"torch.{dtype}"
+            or tensor.dim() != len(box)
             or any(stop > size for (_, stop), size in zip(box, tensor.shape, strict=True))
             or sha256_of(tensor[tuple(slice(*interval) for interval in box)]) != sha256
         ):

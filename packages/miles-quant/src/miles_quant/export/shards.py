@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..errors import QuantError
-from ..formats.spec import Format, QuantizedTensor, StoredPart, check_finite, stored_name
+from ..formats.spec import Format, QuantizedTensor, StoredPart, round_to_source, stored_name
 from ..recipe.recipe import Recipe, siblings
 
 Box = tuple[tuple[int, int], ...]
@@ -113,9 +113,9 @@ def _each(
             yield shard, None
         elif 0 not in shard.tensor.shape:
             _check_aligned(shard, format)
-            check_finite(shard.name, shard.tensor)
+            source = _source(shard, recipe)
             amax = torch.tensor(amaxes[_key(shard.name)], device=shard.tensor.device) if amaxes else None
-            yield shard, format.quantize(_source(shard, recipe), amax=amax)
+            yield shard, format.quantize(source, amax=amax)
 
 
 def _as_it_is(shard: ShardLike) -> PackedShard:
@@ -143,7 +143,6 @@ def _amaxes(
                 "of the whole tensor, so pass `reduce_max`."
             )
         try:
-            check_finite(shard.name, shard.tensor)
             largest = float(recipe.spec.amax(_source(shard, recipe)))
         except QuantError as error:
             broken, largest = broken or error, math.inf
@@ -189,6 +188,15 @@ def _stored_box(part: StoredPart, shard: ShardLike) -> Box | None:
 
 
 def _check_aligned(shard: ShardLike, format: Format) -> None:
+    extents = tuple(stop - start for start, stop in shard.box)
+    inside = len(extents) == len(shard.global_shape) and all(
+        start >= 0 and stop <= size for (start, stop), size in zip(shard.box, shard.global_shape, strict=True)
+    )
+    if not inside or extents != tuple(shard.tensor.shape):
+        raise QuantError(
+            f"Box {shard.box} of {shard.name} {tuple(shard.global_shape)} is not one of the tensor of shape "
+            f"{tuple(shard.tensor.shape)} that came with it."
+        )
     units = [1, 1]
     for part in format.parts:
         for dim, tile in enumerate(part.tile or (1, 1)):
@@ -205,7 +213,7 @@ def _check_aligned(shard: ShardLike, format: Format) -> None:
 
 
 def _source(shard: ShardLike, recipe: Recipe) -> torch.Tensor:
-    return shard.tensor.to(getattr(torch, recipe.source_dtype))
+    return round_to_source(shard.name, shard.tensor, getattr(torch, recipe.source_dtype))
 
 
 def _key(name: str) -> str:

@@ -29,7 +29,7 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Nearest E2M1 code (uint8, 0 to 15) of float32 values, saturating at ±6. The sign of zero is kept, as by `cvt`."""
     bounds = torch.tensor(_E2M1_BOUNDS, dtype=torch.float32, device=values.device)
-    magnitude = torch.bucketize(values.abs().nan_to_num(nan=0.0), bounds, out_int32=True).to(torch.uint8)
+    magnitude = torch.bucketize(values.abs().nan_to_num(nan=0.0).contiguous(), bounds, out_int32=True).to(torch.uint8)
     sign = (torch.signbit(values) & ~values.isnan()).to(torch.uint8)
     return magnitude | sign << 3
 

@@ -62,7 +62,7 @@ class Format(ABC):
     """A number format and its scale rule, bit for bit.
 
     `quantize` is defined for every input: NaN and Inf go through the arithmetic as written in each file. Weights that
-    hold them are refused where they enter a checkpoint or an engine (`check_finite`).
+    hold them are refused where they enter a checkpoint or an engine (`round_to_source`).
     """
 
     name: FormatName
@@ -197,13 +197,28 @@ def check_matrix(weight: torch.Tensor) -> None:
         raise QuantError(f"A matrix of shape {tuple(weight.shape)} has nothing to quantise.")
 
 
-def check_finite(name: str, weight: torch.Tensor) -> None:
-    """Raise QuantError with the first place if a weight holds NaN or Inf."""
-    finite = torch.isfinite(weight)
+def round_to_source(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight in the type that it is quantised from.
+
+    Raises:
+        QuantError: it is not of a floating type of two bytes or more, or holds NaN or Inf, or what `dtype` cannot hold.
+    """
+    check_floating(name, weight.dtype)
+    rounded = weight.to(dtype)
+    finite = torch.isfinite(rounded)
     if finite.all():
-        return
+        return rounded
     index = (~finite).nonzero()[0].tolist()
     raise QuantError(
-        f"{int((~finite).sum())} of {weight.numel()} values of {name} are NaN or Inf, the first at {index}: "
-        f"{weight[tuple(index)].item()}. The weight was broken before quantisation."
+        f"{int((~finite).sum())} of {weight.numel()} values of {name} are NaN or Inf as {str(dtype)[6:]}, the first at "
+        f"{index}: {weight[tuple(index)].item()}. The weight was broken before quantisation."
     )
+
+
+def check_floating(name: str, dtype: torch.dtype) -> None:
+    """Raise QuantError if a weight of type `dtype` is no number to be quantised, but codes or counts."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise QuantError(
+            f"{name} is {str(dtype)[6:]}, which is quantised already or no weight; only bfloat16, float16, float32 and "
+            "float64 are quantised. Dequantise it first, or keep it with `keep_bf16`."
+        )

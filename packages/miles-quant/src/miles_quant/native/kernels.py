@@ -5,6 +5,7 @@ Kernels take whole blocks of contiguous bfloat16 or float32 on the CPU, for the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_float
@@ -231,3 +232,6 @@ def _in_threads(work: Callable[[int, int], None], rows: int, columns: int, unit:
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="miles-quant")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool and none of its threads

@@ -79,7 +79,7 @@ def recipe_of_config(config: Mapping[str, Any]) -> Recipe:
         QuantError: a method or layout that no format here covers, named.
     """
     if "quantization" in config:
-        inner = config["quantization"]
+        inner = _table(config["quantization"], "quantization")
         config = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules", ())}
     method = str(config.get("quant_method", "")).lower()
     match method:
@@ -97,6 +97,8 @@ def recipe_of_config(config: Mapping[str, Any]) -> Recipe:
         case _:
             raise QuantError(f"The quantization_config has quant_method {method!r}; covered are fp8, mxfp8, modelopt "
                              "(NVFP4) and compressed-tensors.")  # fmt: skip
+    if isinstance(kept, str) or not all(isinstance(module, str) for module in kept or ()):
+        raise QuantError(f"The modules to keep are {kept!r}; they are a list of names.")
     # A trailing dot keeps `mlp.gate` from matching `mlp.gate_proj`.
     return Recipe(format=format, only=(), keep_bf16=tuple(f"{module}." for module in kept or ()))
 
@@ -104,9 +106,21 @@ def recipe_of_config(config: Mapping[str, Any]) -> Recipe:
 def _fp8_name(config: Mapping[str, Any]) -> str:
     rule = "te_pow2" if config.get("scale_fmt") == "ue8m0" else "div"
     block = config.get("weight_block_size")
-    if block is None:
-        return f"fp8_tensor/{rule}"
-    return f"fp8_{int(block[0])}x{int(block[1])}/{rule}"
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise QuantError(f"FP8 of fmt {config['fmt']!r} is not covered; e4m3 is.")
+    match block:
+        case None:
+            return f"fp8_tensor/{rule}"
+        case [int(rows), int(columns)]:
+            return f"fp8_{rows}x{columns}/{rule}"
+        case _:
+            raise QuantError(f"`weight_block_size` is {block!r}; it is a list of rows and columns, or null.")
+
+
+def _table(value: Any, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise QuantError(f"`{key}` of the quantization_config is {value!r}, not a table.")
+    return value
 
 
 def _modelopt() -> dict[str, Any]:
@@ -146,12 +160,14 @@ def _compressed_tensors(name: FormatName, modules: list[str]) -> dict[str, Any]:
 
 
 def _compressed_name(config: Mapping[str, Any]) -> str:
-    groups = list((config.get("config_groups") or {}).values())
-    weights = groups[0].get("weights", {}) if len(groups) == 1 else {}
+    groups = list(_table(config.get("config_groups") or {}, "config_groups").values())
+    weights = _table(_table(groups[0], "config_groups").get("weights"), "weights") if len(groups) == 1 else {}
+    if weights.get("actorder") in ("group", True):
+        raise QuantError("compressed-tensors with `actorder` by group stores columns in another order; not covered.")
     kind = (config.get("format"), weights.get("num_bits"), weights.get("type"), weights.get("strategy"))
     match kind:
         case ("pack-quantized", 4, "int", "group") if weights.get("symmetric", True):
-            return f"int4_g{weights['group_size']}/miles"
+            return f"int4_g{weights.get('group_size')}/miles"
         case ("mxfp4-pack-quantized", 4, "float", "group"):
             return "mxfp4/rceil"
         case ("float-quantized", 8, "float", "channel"):

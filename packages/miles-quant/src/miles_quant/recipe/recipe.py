@@ -73,6 +73,7 @@ class Recipe:
     fed the values of the codes as plain weights and multiplies with activations as they are, as on a CPU."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         try:
             parse_name(self.format)
         except QuantError as error:
@@ -85,6 +86,22 @@ class Recipe:
         kept = self.keep_first_layers + self.keep_last_layers
         if self.num_layers is not None and kept >= self.num_layers:
             raise QuantError(f"{kept} layers are kept of {self.num_layers}: none would be quantised.")
+
+    def _check_kinds(self) -> None:
+        """Types are not checked for whoever reads a recipe from a file: a string for a list would be its letters."""
+        for name in ("only", "keep_bf16"):
+            value: object = getattr(self, name)
+            strings = isinstance(value, (tuple, list)) and all(isinstance(part, str) and part for part in value)
+            if not strings and not (name == "only" and value is None):
+                raise QuantError(f"`{name}` is {value!r}; it is a list of substrings of names, none of them empty.")
+        for name in ("keep_first_layers", "keep_last_layers", "num_layers"):
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "num_layers" and value is None):
+                raise QuantError(f"`{name}` is {value!r}; it is a whole number.")
+        if not isinstance(self.format, str):
+            raise QuantError(f"`format` is {self.format!r}; it is a name such as 'mxfp8'.")
+        if not isinstance(self.quantize_activations, bool):
+            raise QuantError(f"`quantize_activations` is {self.quantize_activations!r}; it is true or false.")
 
     @property
     def spec(self) -> Format:
@@ -102,7 +119,7 @@ class Recipe:
     def quantizes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the tensor `name` of `shape` is quantised."""
         format = parse_name(self.format)
-        if len(shape) != 2 or not name.endswith(".weight") or shape[1] % format.num_columns:
+        if len(shape) != 2 or 0 in shape or not name.endswith(".weight") or shape[1] % format.num_columns:
             return False
         only = self.only if self.only is not None else EXPERTS if format.family == "nvfp4" else ()
         if only and not any(part in name for part in only):
@@ -121,8 +138,15 @@ class Recipe:
         """The names of a model that are quantised.
 
         Raises:
-            QuantError: none is, or a part of what engines load as one matrix.
+            QuantError: none is, or a part of what engines load as one matrix, or a substring is in no name.
         """
+        for key in ("only", "keep_bf16"):
+            unused = [part for part in getattr(self, key) or () if not any(part in name for name in shapes)]
+            if unused:
+                raise QuantError(
+                    f"`{key}` has {unused[0]!r}, which is in none of the model's {len(shapes)} names, e.g. "
+                    f"{min(shapes, default='none')}. Correct it or take it out."
+                )
         chosen = frozenset(name for name, shape in shapes.items() if self.quantizes(name, shape))
         if not chosen:
             raise QuantError(f"The recipe quantises none of the model's {len(shapes)} tensors: {self}.")
@@ -167,7 +191,7 @@ class Recipe:
         try:
             content = path.read_text()
             values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
-        except (OSError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:  # not there, not text, not of its language
             raise QuantError(f"The recipe {path} cannot be read: {error}") from error
         table = values.get("quant", values) if isinstance(values, dict) else None
         if not isinstance(table, dict):

@@ -54,6 +54,8 @@ class Manifest:
             raise StoreError(f"Version {self.version} has {', '.join(twice[:3])} more than once: ranks overlap.")
         if (self.kind == "full") != (self.base is None):
             raise StoreError(f"Version {self.version} is {self.kind} and has base {self.base}; only deltas have one.")
+        if self.base is not None and self.base >= self.version:
+            raise StoreError(f"Version {self.version} has base {self.base}; a delta belongs on an earlier version.")
 
     @property
     def nbytes(self) -> int:
@@ -80,14 +82,24 @@ def from_json(data: bytes, *, path: str) -> Manifest:
     try:
         both = cast("dict[str, Any]", json.loads(data))
         content, digest = cast("dict[str, Any]", both["manifest"]), both["digest"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"{path} is no manifest: {error}. Publish a full version.") from error
     if _digest(content) != digest:
         raise StoreError(f"{path} was damaged: its digest differs. Publish a full version.")
-    if content.pop("format") != _FORMAT:
-        raise StoreError(f"{path} has another format than {_FORMAT}; it was written by another version of the package.")
-    parts = cast("Sequence[dict[str, Any]]", content.pop("parts"))
-    return Manifest(parts=tuple(Part(**part) for part in parts), **content)
+    try:
+        if (found := content.pop("format")) != _FORMAT:
+            raise StoreError(_other_format(path, f"format {found!r}"))
+        parts = cast("Sequence[dict[str, Any]]", content.pop("parts"))
+        return Manifest(parts=tuple(Part(**part) for part in parts), **content)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise StoreError(_other_format(path, f"other fields ({error})")) from error
+
+
+def _other_format(path: str, what: str) -> str:
+    return (
+        f"{path} has {what}; this version of the package reads format {_FORMAT}. Let trainer and followers run the "
+        "same version, and begin a store of its own with it."
+    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -58,6 +58,8 @@ class DeltaStore:
     def __init__(self, url: str, *, full_every: int = 16, filesystem: Any = None, **options: Any) -> None:
         if full_every < 1:
             raise StoreError(f"`full_every` is {full_every}; a full version must come at least every 1 version.")
+        self.url = url
+        """As it was given."""
         self._files = Files(url, filesystem=filesystem, **options)
         self._full_every = full_every
 
@@ -185,7 +187,10 @@ class DeltaStore:
         """
         path = _manifest_path(version)
         try:
-            return from_json(self._files.read(path), path=path)
+            found = from_json(self._files.read(path), path=path)
+            if found.version != version:
+                raise StoreError(f"{path} is the manifest of version {found.version}. Publish a full version.")
+            return found
         except FileNotFoundError:
             have = self.versions()
             raise StoreError(f"Version {version} is not in the store, which has {have[:1]} to {have[-1:]}.") from None

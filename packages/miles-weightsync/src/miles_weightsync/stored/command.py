@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -66,7 +67,7 @@ def _once(follower: Follower) -> int:
         _log.error("%s", error)
         return 1
     if follower.version is None:
-        _log.error("the store has no version")
+        _log.error("%s has no version", follower.store)
     return 0 if follower.is_current else 1
 
 
@@ -85,11 +86,14 @@ def _follow(follower: Follower, *, poll_s: float) -> None:
 
 
 def _step_until_stopped(follower: Follower, *, poll_s: float) -> None:
-    failures, told = 0, ""
+    failures, told, is_told_of_waiting = 0, "", False
     while not follower.is_stopped:
         try:
             follower.step()
             failures, told = 0, ""
+            if follower.version is None and not is_told_of_waiting:
+                is_told_of_waiting = True
+                _log.info("%s has no version yet; waiting for the first", follower.store)
         except WeightSyncError as error:
             failures += 1
             if str(error) != told:
@@ -104,8 +108,8 @@ def _step_until_stopped(follower: Follower, *, poll_s: float) -> None:
 
 
 def _config(options: argparse.Namespace) -> PushConfig:
-    if not options.poll_s > 0:
-        raise PushConfigError(f"`--poll-s` is {options.poll_s}; it must be positive.")
+    if not 0 < options.poll_s < math.inf:
+        raise PushConfigError(f"`--poll-s` is {options.poll_s}; it must be positive, and finite.")
     if options.way != "staged" and options.transport is not None:
         raise PushConfigError(f"`--transport` has no effect with `--way {options.way}`; remove it.")
     config = PushConfig(way=options.way, pause=options.pause, timeout_s=options.timeout_s)

@@ -61,7 +61,10 @@ class Follower:
             raise PushConfigError(f"`read_bytes` is {read_bytes}; it must be at least 1.")
         self._urls = engine_urls(engines)
         self._stop = threading.Event()
+        if not store:
+            raise PushConfigError("`store` is empty; it is the path or the URL that the trainer pushes to.")
         store = store if isinstance(store, DeltaStore) else DeltaStore(store)
+        self._store = store
         self._copy = HostCopy(store, read_bytes=read_bytes, stop=self._stop)
         self._api_key = api_key
         self._pusher: Pusher | None = None
@@ -71,6 +74,11 @@ class Follower:
         """By engine, the identity of the version that it got from this follower."""
         self._silent: dict[str, str] = {}
         self._fetched: Fetched | None = None
+
+    @property
+    def store(self) -> str:
+        """Where the versions are."""
+        return self._store.url
 
     @property
     def version(self) -> int | None:

@@ -93,14 +93,20 @@ def read_layout(manifest: Manifest) -> dict[str, ShardSpec]:
             f"Version {manifest.version} does not say which tensors its parts are: it was not published with "
             "`way = store`."
         )
-    tensors = cast("Mapping[str, Mapping[str, Any]]", json.loads(manifest.metadata[METADATA]))
     found: dict[str, ShardSpec] = {}
-    for name, tensor in tensors.items():
-        for spans in tensor["boxes"]:
-            box: Box = tuple((start, stop) for start, stop in spans)
-            found[f"{name}{show(box)}"] = ShardSpec(name, tuple(tensor["shape"]), tensor["dtype"], box)
-    nbytes = {part.name: part.count * np.dtype(part.dtype).itemsize for part in manifest.parts}
-    wanted = {name: volume(spec.box) * torch_dtype(spec.dtype).itemsize for name, spec in found.items()}
+    try:
+        tensors = cast("Mapping[str, Mapping[str, Any]]", json.loads(manifest.metadata[METADATA]))
+        for name, tensor in tensors.items():
+            for spans in tensor["boxes"]:
+                box: Box = tuple((start, stop) for start, stop in spans)
+                found[f"{name}{show(box)}"] = ShardSpec(name, tuple(tensor["shape"]), tensor["dtype"], box)
+        nbytes = {part.name: part.count * np.dtype(part.dtype).itemsize for part in manifest.parts}
+        wanted = {name: volume(spec.box) * torch_dtype(spec.dtype).itemsize for name, spec in found.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StoreError(
+            f"Version {manifest.version} says of its tensors what cannot be read ({error}); another version of the "
+            "package may have written it. Publish a full version."
+        ) from error
     if nbytes != wanted:
         odd = sorted(name for name in nbytes.keys() | wanted.keys() if nbytes.get(name) != wanted.get(name))
         raise StoreError(
