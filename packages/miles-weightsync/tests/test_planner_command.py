@@ -75,6 +75,24 @@ def test_unusable_input_ends_with_status_2_and_a_reason(
     assert message in capsys.readouterr().err
 
 
+def test_layouts_that_cannot_be_planned_and_figures_that_are_none_are_told(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep, empty = tmp_path / "deep.json", tmp_path / "empty.json"
+    deep.write_text("[" * 100_000)
+    empty.write_text(json.dumps({"ranks": []}))
+    source, before = files[1], Path(files[1]).read_bytes()
+    for arguments, message in (
+        (["--src", str(deep), "--dst", files[3]], "deep.json: lists or objects are nested too deeply"),
+        (["--src", str(empty), "--dst", str(empty)], "empty.json: no rank needs a tensor"),
+        ([*files, "--nic", "nan"], "--nic nan must be more than 0"),
+        ([*files, "--copies", source], "would overwrite the layout that is read"),
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert Path(source).read_bytes() == before
+
+
 def test_baselines_count_whole_tensors_for_every_rank_and_whole_layers_for_every_holder() -> None:
     model = replace(DENSE, num_hidden_layers=2)
     nbytes = sum(tensor.nbytes for tensor in full_layout(model).tensors.values())

@@ -25,6 +25,12 @@ def assert_serves(engine: FakeEngine, version: int) -> None:
     assert not engine.resumed_mixed
 
 
+def whole(tensors: dict[str, torch.Tensor]) -> list[AShard]:
+    return [
+        AShard(name, tuple(t.shape), t.dtype, tuple((0, size) for size in t.shape), t) for name, t in tensors.items()
+    ]
+
+
 def test_every_tensor_arrives_bit_for_bit_and_the_version_is_stamped(engine: FakeEngine) -> None:
     with Pusher([engine.url], config=SMALL_BUCKETS) as pusher:
         report = pusher.push(shards(weights(3)), version=3)
@@ -162,6 +168,9 @@ def test_the_same_version_may_be_pushed_again_but_an_older_one_is_refused(engine
         before = len(engine.requests)
         with pytest.raises(SyncError, match="Version 4 is older than 5"):
             pusher.push(shards(weights(4)), version=4)
+        for version in (-1, 5.5, "6", True, None):
+            with pytest.raises(SyncError, match="must be a whole number, not negative"):
+                pusher.push(shards(weights(6)), version=version)  # type: ignore[arg-type]
         assert len(engine.requests) == before
         assert not engine.is_paused
 
@@ -236,7 +245,8 @@ def test_two_pushes_at_once_are_refused_within_and_between_pushers(engine: FakeE
             assert go_on.wait(20)
 
     engine.on_request = hold
-    with Pusher([engine.url], config=PushConfig()) as pusher, Pusher([engine.url], config=PushConfig()) as other:
+    same = engine.url.replace("127.0.0.1", "localhost")
+    with Pusher([engine.url], config=PushConfig()) as pusher, Pusher([same], config=PushConfig()) as other:
         first = threading.Thread(target=pusher.push, args=(list(shards(weights(1))),), kwargs={"version": 1})
         first.start()
         assert entered.wait(20)
@@ -290,6 +300,53 @@ def test_an_engine_that_shared_memory_cannot_serve_is_refused_before_it_is_touch
         pusher.push(shards(weights(1)), version=1)
     assert not replicas.is_paused
     assert not far.is_paused
+
+
+@pytest.mark.parametrize("way", ["tensor", "disk"])
+def test_tensors_that_the_engine_could_not_load_are_named_before_it_is_touched(
+    engine: FakeEngine, tmp_path: Path, way: str
+) -> None:
+    norm, query = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+    config = PushConfig(way="disk", disk_dir=str(tmp_path)) if way == "disk" else PushConfig()
+    with Pusher([engine.url], config=config) as pusher:
+        for changed, message in (
+            ({query: torch.ones(7, 8)}, rf"{query} \(7, 8\) instead of \(8, 8\)"),
+            ({norm: torch.tensor(1.0)}, rf"{norm} \(\) instead of \(8,\)"),
+            ({norm: torch.ones(8, dtype=torch.bool)}, f"no floating-point numbers: {norm} bool"),
+            ({"model.oddity": torch.ones(3)}, "1 pushed tensors do not exist in the engine's model: model.oddity"),
+        ):
+            with pytest.raises(SyncError, match=f"phase `plan`: .*{message}.*old weights are whole"):
+                pusher.push(whole(weights(1) | changed), version=1)
+        assert not {"/pause_generation", "/begin_weight_update"} & set(engine.paths)
+        assert [path.name for path in tmp_path.iterdir()] == []
+        pusher.push(shards(weights(2)), version=2)
+    assert_serves(engine, 2)
+
+
+def test_a_mistake_of_ours_while_verifying_keeps_the_engine_paused(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise IndexError("a mistake of ours")
+
+    with Pusher([engine.url], config=PushConfig()) as pusher:
+        with monkeypatch.context() as patch:
+            patch.setattr("miles_weightsync.checksum.ExpectedChecksums.add", broken)
+            with pytest.raises(SyncError, match="phase `verify`: IndexError: a mistake of ours.*stays paused"):
+                pusher.push(shards(weights(1)), version=1)
+        assert engine.is_paused
+        assert engine.version == "default"
+        pusher.push(shards(weights(2)), version=2)
+    assert_serves(engine, 2)
+
+
+def test_an_address_at_which_something_else_answers_is_told(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "answer", lambda *args: (200, "<html>"))
+    config = PushConfig(verify="none")
+    with Pusher([engine.url], config=config) as pusher, pytest.raises(SyncError, match="is no SGLang server"):
+        pusher.push(shards(weights(1)), version=1)
 
 
 def test_bad_shards_are_refused_before_any_engine_is_paused(engine: FakeEngine) -> None:
@@ -352,6 +409,14 @@ def test_errors_survive_pickling_between_processes(engine: FakeEngine) -> None:
         ({"disk_dir": "/x"}, "no effect with `way = tensor`"),
         ({"way": "disk", "staging": "cuda_ipc"}, "no effect with `way = disk`"),
         ({"disk_keep": 0}, "disk_keep"),
+        ({"disk_keep": 3}, "`disk_keep = 3` has no effect with `way = tensor`, only with `disk`"),
+        ({"transport": "tcp"}, "`transport = tcp` has no effect with `way = tensor`, only with `staged`"),
+        ({"delta": "small"}, "`delta = small` has no effect .* only with `staged` and `store`"),
+        ({"way": "disk", "max_inflight_bytes": 1}, "`max_inflight_bytes = 1` has no effect"),
+        ({"listen_host": "0.0.0.0"}, "`listen_host = 0.0.0.0` has no effect"),
+        ({"way": "stage"}, "`way` is 'stage'; it must be one of tensor, disk, staged, store"),
+        ({"verify": "checksums"}, "`verify` is 'checksums'; it must be one of checksum, none"),
+        ({"timeout_s": float("inf")}, "`timeout_s` is inf"),
     ],
 )
 def test_a_setting_without_effect_or_sense_is_an_error(options: dict[str, object], message: str) -> None:
@@ -364,5 +429,10 @@ def test_the_engines_and_the_folder_are_checked_when_the_pusher_is_made() -> Non
         Pusher([], config=PushConfig())
     with pytest.raises(PushConfigError, match="twice"):
         Pusher(["http://a", "http://a/"], config=PushConfig())
+    with pytest.raises(PushConfigError, match="twice"):
+        Pusher(["http://localhost:30000", "http://127.0.0.1:30000"], config=PushConfig())
+    for url in ("127.0.0.1:30000", "ftp://a:1", "http://", "http://a:99999", "http://a:1?b"):
+        with pytest.raises(PushConfigError, match="is not the address of an engine"):
+            Pusher([url], config=PushConfig())
     with pytest.raises(PushConfigError, match="disk_dir"):
         Pusher(["http://a"], config=PushConfig(way="disk"))

@@ -132,6 +132,7 @@ class Pusher:
             raise SyncError("Another push of this Pusher is running; pushes must follow one another.", phase="prepare")
         start = time.monotonic()
         try:
+            self._ranks.agree("prepare", lambda: _check_number(version))
             outcomes = self._adapters.push(shards, AdapterOrder(name, version, adapter_config), self._engines)
         finally:
             self._busy.release()
@@ -358,8 +359,7 @@ class Pusher:
         ranks.agree("write", close)
 
     def _check_version(self, version: int) -> None:
-        if type(version) is not int or version < 0:  # `True`, a float or text would be stamped as they are
-            raise SyncError(f"The version is {version!r}; it must be a whole number, not negative.", phase="prepare")
+        _check_number(version)
         if self._version is not None and version < self._version:
             raise SyncError(
                 f"Version {version} is older than {self._version}, which was pushed before. "
@@ -381,6 +381,11 @@ class Pusher:
         start = time.monotonic()
         yield
         self._seconds[phase] += time.monotonic() - start
+
+
+def _check_number(version: object) -> None:
+    if type(version) is not int or version < 0:  # `True`, a float or text would be stamped as they are
+        raise SyncError(f"The version is {version!r}; it must be a whole number, not negative.", phase="prepare")
 
 
 class _Said(NamedTuple):

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -27,6 +28,7 @@ from ..engine import Deadline, EngineClient
 from ..errors import EngineRequestError, ShardError, SyncError, WeightSyncError
 from ..guard import exclusive
 from ..layout import ShardSpec
+from ..planner import ModelShape
 from ..report import EngineOutcome
 from ..shard import ShardLike, collect
 from ..transports import Outbox, make_outbox
@@ -84,6 +86,7 @@ class StagedPushes:
         self._shapes: dict[str, EngineShape] = {}
         self._keys: dict[str, str] = {}
         self._told: set[str] = set()
+        self._warned = False
         self._layout: tuple[tuple[str, ...], dict[int, str], list[list[ShardSpec]]] | None = None
         self._plans: dict[tuple[str, int], EnginePlan | str] = {}
         self._snapshot = Snapshot(history=config.delta_history)
@@ -111,6 +114,7 @@ class StagedPushes:
             values = Values(blocks)
             engines = said_R[0].engines
             plans = self._plan_all(said_R, list(blocks), len(urls))
+            self._warn_of_unused(plans)
             clock.lap("plan")
             self._count += 1
             content = self._ranks.agree("plan", lambda: f"{self._name}:{self._count}")[0]
@@ -298,6 +302,21 @@ class StagedPushes:
             self._plans.clear()
             raise errors[0]
         return found
+
+    def _warn_of_unused(self, plans: Sequence[EnginePlan | str]) -> None:
+        """Once: tensors that no engine's model has. Those of a draft layer that an engine does without are in order."""
+        used = [plan for plan in plans if isinstance(plan, EnginePlan)]
+        if self._warned or not self._ranks.is_leader or not all(plan.unused for plan in used):
+            return
+        odd: set[str] = set.intersection(*(set(plan.unused) for plan in used)) if used else set()
+        for key in {plan.key for plan in used} if odd else ():
+            odd -= {tensor.name for tensor in ModelShape.from_hf(self._shapes[key].config).tensors()}
+        if odd:
+            self._warned = True
+            names = ", ".join(sorted(odd)[:6])
+            warnings.warn(
+                f"{len(odd)} pushed tensors exist in no engine's model and were sent nowhere: {names}.", stacklevel=5
+            )
 
     def _encode(
         self, values: Values, engines: Sequence[Engine], plans: Sequence[EnginePlan | str]
