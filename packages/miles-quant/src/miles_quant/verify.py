@@ -42,10 +42,10 @@ def verify_golden(path: str | Path) -> list[GoldenRow]:
         QuantError: the file is not one of golden vectors, or names a format or part that this package does not know.
     """
     try:
-        file = np.load(path)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise QuantError(f"{path} holds one array; a file of golden vectors is an .npz of many.")
-        with file:
+        with Path(path).open("rb") as stream:
+            file = np.load(stream)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise QuantError(f"{path} holds one array; a file of golden vectors is an .npz of many.")
             golden = {key: file[key] for key in file.files}
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise QuantError(f"{path} is not a readable .npz file: {error}") from error

@@ -104,4 +104,6 @@ def _compare(name: str, a: _Values, b: _Values) -> ComparedTensor:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)))

@@ -49,9 +49,7 @@ class ModelFolder:
         text = self.config.get("text_config")
         number = (text if isinstance(text, dict) else self.config).get("num_hidden_layers")
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise CheckpointError(
-                f"{self.path / 'config.json'} says num_hidden_layers = {number!r}, which is no count."
-            )
+            raise CheckpointError(f"num_hidden_layers is {number!r} in {self.path / 'config.json'}; it is a count.")
         return number
 
     @property
