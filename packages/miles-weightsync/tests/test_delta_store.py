@@ -30,6 +30,7 @@ from miles_weightsync.delta import (
     encode,
     encode_decoded,
 )
+from miles_weightsync.delta.manifest import _digest as manifest_digest
 
 NAMES = ("model.embed", "rank 1/layers.0", "rank 2/layers.0", "ünïcode:name")
 
@@ -239,6 +240,30 @@ def test_a_manifest_with_a_changed_number_is_refused(tmp_path: Path):
     path.write_text(json.dumps({"manifest": 3}))
     with pytest.raises(StoreError, match="is no manifest"):
         store.manifest(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "has format 2; this version of the package reads format 1"),
+        ({"codec": "x"}, "has other fields"),
+        ({"parts": [{"name": "a"}]}, "has other fields"),
+        ({"version": "1"}, "has other fields"),
+        ({"version": 7}, "is the manifest of version 7"),
+        ({"kind": "delta", "base": 1}, "has base 1; a delta belongs on an earlier version"),
+    ],
+    ids=str,
+)
+def test_a_manifest_of_another_version_of_the_package_is_told_and_no_chain_goes_round(
+    tmp_path: Path, change: dict[str, Any], message: str
+):
+    training, store = Training(), DeltaStore(str(tmp_path))
+    training.publish(store, 1, base=None)
+    path = tmp_path / "manifests/000000000001.json"
+    content = json.loads(path.read_text())["manifest"] | change
+    path.write_text(json.dumps({"manifest": content, "digest": manifest_digest(content)}))
+    with pytest.raises(StoreError, match=message):
+        store.chain(None, 1)
 
 
 @settings(deadline=None, max_examples=25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from die_with_parent import die_with_parent
@@ -554,6 +556,38 @@ def test_a_signal_in_a_push_lets_it_come_to_its_end(tmp_path: Path, make: MakeEn
     assert signal.getsignal(number) is before
 
 
+def test_a_store_without_a_version_is_named_once(
+    tmp_path: Path, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[int | None] = []
+
+    def look(follower: Follower) -> None:
+        looks.append(step(follower))
+        if len(looks) == 3:
+            follower.stop()
+
+    step = Follower.step
+    monkeypatch.setattr(Follower, "step", look)
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        assert main(["follow", str(tmp_path / "nothing"), "--engine", make().url, "--poll-s", "0.01"]) == 0
+    finally:
+        root.handlers = handlers
+    assert capfd.readouterr().err.count("nothing has no version yet; waiting for the first") == 1
+
+
+def test_what_a_version_says_of_its_tensors_is_read_or_refused(tmp_path: Path, make: MakeEngine) -> None:
+    store = DeltaStore(str(tmp_path))
+    part = store.put_full(1, "a[0:2]", np.zeros(2, np.uint32))
+    for version, layout in enumerate(
+        ("{", "[]", '{"a": {"boxes": [[[0, 2]]], "shape": [2], "dtype": "odd"}}'), start=1
+    ):
+        store.publish(version, [part], kind="full", metadata={"layout": layout})
+        with Follower(store, [make().url]) as follower, pytest.raises(StoreError, match="cannot be read"):
+            follower.step()
+
+
 def test_one_look_says_by_its_status_whether_every_engine_serves_the_newest(
     tmp_path: Path, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,11 +606,15 @@ def test_options_that_cannot_be_used_are_told(tmp_path: Path, capsys: pytest.Cap
     for more, told in (
         (["--transport", "tcp"], "`--transport` has no effect with `--way tensor`"),
         (["--poll-s", "0"], "`--poll-s` is 0.0; it must be positive"),
+        (["--poll-s", "inf"], "`--poll-s` is inf; it must be positive, and finite"),
+        (["--engine", "localhost:30000"], "'localhost:30000' is not the address of an engine"),
         (["--timeout-s", "0"], "`timeout_s` is 0.0"),
         (["--api-key-env", "NO_SUCH_KEY"], "no such environment variable"),
         (["--engine", "http://127.0.0.1:9"], "none twice"),
     ):
         assert main([*command, *more]) == 2
         assert told in capsys.readouterr().err
+    assert main(["follow", "", "--engine", "http://127.0.0.1:9"]) == 2
+    assert "`store` is empty" in capsys.readouterr().err
     assert main(["follow", "nosuch://x", "--engine", "http://127.0.0.1:9"]) == 2
     assert "nosuch" in capsys.readouterr().err

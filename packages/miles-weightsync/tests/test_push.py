@@ -332,7 +332,7 @@ def test_a_mistake_of_ours_while_verifying_keeps_the_engine_paused(
     with Pusher([engine.url], config=PushConfig()) as pusher:
         with monkeypatch.context() as patch:
             patch.setattr("miles_weightsync.checksum.ExpectedChecksums.add", broken)
-            with pytest.raises(SyncError, match="phase `verify`: IndexError: a mistake of ours.*stays paused"):
+            with pytest.raises(SyncError, match=r"phase `verify`: IndexError: a mistake of ours.*stays paused"):
                 pusher.push(shards(weights(1)), version=1)
         assert engine.is_paused
         assert engine.version == "default"

@@ -67,7 +67,9 @@ class ExpectedChecksums:
     def __init__(self, layout: EngineLayout) -> None:
         self._layout = layout
         self._kept = layout.model.model.always_float32() if layout.model is not None else frozenset[str]()
-        self._places_R = [places_of(layout.model, rank) for rank in range(layout.tp)] if layout.model is not None else []
+        self._places_R = (
+            [places_of(layout.model, rank) for rank in range(layout.tp)] if layout.model is not None else []
+        )
         self._open_P: dict[tuple[int, str], ParameterHash] = {}
         self._done_R: list[dict[str, str]] = [{} for _ in range(layout.tp)]
         self._unused: set[str] = set()

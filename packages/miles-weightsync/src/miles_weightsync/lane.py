@@ -157,7 +157,10 @@ class Lane:
                 except Exception as error:  # also a mistake of ours: an engine that was not verified must not resume
                     self._unreached = phase in ("probe", "pause")
                     known = isinstance(error, WeightSyncError)
-                    self._failure = self._failure or (phase, str(error) if known else f"{type(error).__name__}: {error}")
+                    self._failure = self._failure or (
+                        phase,
+                        str(error) if known else f"{type(error).__name__}: {error}",
+                    )
 
         future = self._thread.submit(guarded)
         self._futures.append(future)
