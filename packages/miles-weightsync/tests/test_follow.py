@@ -224,6 +224,28 @@ def test_a_store_that_cannot_be_pruned_is_told_and_the_version_arrives(
     assert engine.holds(1)
 
 
+def test_what_a_full_disk_left_of_one_version_makes_room_for_the_next(
+    tmp_path: Path, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, write, left = make(), Files.write, [3]
+
+    def full(files: Files, path: str, data: bytes | memoryview, *, exclusive: bool = False) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreError("no space left on device")
+        write(files, path, data, exclusive=exclusive)
+
+    config = PushConfig(way="store", store=str(tmp_path), timeout_s=20)
+    with following(Follower(str(tmp_path), [engine.url])), Pusher([engine.url], config=config) as pusher:
+        with monkeypatch.context() as patch:
+            patch.setattr(Files, "write", full)
+            with pytest.raises(SyncError, match="no space left"):
+                pusher.push(shards(trained(1)), version=1)
+        assert [path.name for path in (tmp_path / "parts").iterdir()] == ["000000000001"]
+        assert pusher.push(shards(trained(2)), version=2).engines[0].ok
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["000000000002"]
+
+
 def test_a_store_that_cannot_be_opened_is_told_by_the_push() -> None:
     with (
         Pusher(["http://127.0.0.1:9"], config=PushConfig(way="store", store="nosuch://x")) as pusher,

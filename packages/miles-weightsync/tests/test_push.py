@@ -278,7 +278,7 @@ def test_a_dead_engine_is_named_and_replaced(make_engine: Callable[..., FakeEngi
     with Pusher([url, alive.url], config=PushConfig(timeout_s=10)) as pusher:
         dead._server.server_close()
         dead._server.shutdown()
-        with pytest.raises(SyncError, match=rf"{url} failed in phase `probe`.*old weights are whole"):
+        with pytest.raises(SyncError, match=rf"{url} failed in phase `probe`.*left its weights as they were"):
             pusher.push(shards(weights(1)), version=1)
         assert_serves(alive, 1)
         pusher.set_engines([alive.url, make_engine().url])
@@ -315,7 +315,7 @@ def test_tensors_that_the_engine_could_not_load_are_named_before_it_is_touched(
             ({norm: torch.ones(8, dtype=torch.bool)}, f"no floating-point numbers: {norm} bool"),
             ({"model.oddity": torch.ones(3)}, "1 pushed tensors do not exist in the engine's model: model.oddity"),
         ):
-            with pytest.raises(SyncError, match=f"phase `plan`: .*{message}.*old weights are whole"):
+            with pytest.raises(SyncError, match=f"phase `plan`: .*{message}.*left its weights as they were"):
                 pusher.push(whole(weights(1) | changed), version=1)
         assert not {"/pause_generation", "/begin_weight_update"} & set(engine.paths)
         assert [path.name for path in tmp_path.iterdir()] == []

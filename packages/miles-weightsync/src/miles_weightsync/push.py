@@ -413,7 +413,11 @@ def _tell(outcomes: tuple[EngineOutcome, ...]) -> str:
     """The failed engines, and what may be expected of each."""
     lines = [
         f"{outcome.url} failed in phase `{outcome.phase}`: {outcome.error} "
-        + ("(its weights are mixed; it stays paused" if outcome.written else "(its old weights are whole; not routable")
+        + (
+            "(its weights are mixed; it stays paused"
+            if outcome.written
+            else "(this push left its weights as they were; not routable"
+        )
         + " until a later push succeeds)"
         for outcome in outcomes
         if not outcome.ok

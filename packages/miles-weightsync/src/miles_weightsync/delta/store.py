@@ -168,6 +168,16 @@ class DeltaStore:
                 self._files.remove(f"{_MANIFESTS}/{name}")
         return gone
 
+    def forget(self, version: int) -> None:
+        """Remove parts of versions that were never published, but for those of `version`, which it may still use.
+
+        For whoever writes alone: a full disk must not stay full of what a failed push left.
+        """
+        newest = self.latest()
+        for folder in self._files.names(_PARTS):
+            if folder.isdigit() and int(folder) != version and (newest is None or int(folder) > newest):
+                self._files.remove(f"{_PARTS}/{folder}")
+
     # ---- reading
 
     def versions(self) -> list[int]:

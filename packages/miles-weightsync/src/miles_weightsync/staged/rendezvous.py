@@ -22,7 +22,12 @@ class Rendezvous:
 
     def __init__(self, *, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=256)
+        try:
+            self._socket = socket.create_server((host, 0), family=family, backlog=256)
+        except OSError as error:
+            raise SyncError(
+                f"`listen_host = {host}` is not an address that this host can listen on: {error}.", phase="prepare"
+            ) from error
         self.port: int = self._socket.getsockname()[1]
         self._lock = threading.Lock()
         self._waiting: dict[str, queue.Queue[tuple[Channel, Message]]] = {}

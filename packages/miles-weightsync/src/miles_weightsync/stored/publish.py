@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -162,6 +162,7 @@ class StoredPushes:
         if base is not None and (base != store.latest() or store.identity(base) != self._identity):
             base, why = None, f"the newest stored version is not the {base} of this trainer"
         kind, reason = store.kind_for(version, base=base)
+        self._tidy(lambda: store.forget(version))
         if kind == "delta":
             if self._config.delta == "off":
                 return _Order("full", "`delta = off`")
@@ -264,10 +265,13 @@ class StoredPushes:
         self._base = version
 
     def _prune(self) -> None:
+        self._tidy(lambda: self._store.prune(keep_fulls=self._config.store_keep))
+
+    def _tidy(self, remove: Callable[[], object]) -> None:
         try:
-            self._store.prune(keep_fulls=self._config.store_keep)
-        except OSError as error:  # StoreError is one. The version is published, and the next push prunes again
-            warnings.warn(f"{self._url} could not be pruned: {error}", stacklevel=2)
+            remove()
+        except OSError as error:  # StoreError is one. The next push tries again
+            warnings.warn(f"{self._url} could not be pruned: {error}", stacklevel=3)
 
 
 def _nbytes(stored: Stored) -> int:
