@@ -21,6 +21,7 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (96, 64),
     "model.layers.0.mlp.down_proj.weight": (64, 96),
     "model.layers.0.input_layernorm.weight": (64,),
+    "model.layers.0.post_attention_layernorm.weight": (64,),
     "model.norm.weight": (64,),
 }
 CONFIG = weightsync_fakes.CONFIG | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 60}

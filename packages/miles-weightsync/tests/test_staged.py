@@ -246,6 +246,30 @@ def test_an_engine_that_starts_from_a_pushed_version_is_believed_once_checked(
     assert_serves(back, 1, steps=4, stamp=5)
 
 
+def test_tensors_that_no_engine_has_are_told_once_and_values_that_are_not_there_are_refused(
+    bed: Callable[..., BedEngine],
+) -> None:
+    engine = bed()
+    with Pusher([engine.url], config=CONFIG) as pusher:
+        odd = checkpoint(1) | {"model.oddity": torch.ones(2)}
+        with pytest.warns(UserWarning, match=r"1 pushed tensors exist in no engine's model .*: model\.oddity"):
+            pusher.push(shards(odd), version=1)
+        pusher.push(shards(odd), version=2)  # a second warning would be an error
+        for values, what in ((odd[EMBEDDING].to("meta"), "meta device"), (odd[EMBEDDING].to_sparse(), "not dense")):
+            with pytest.raises(ShardError, match=f"`{EMBEDDING}`: the block is .*{what}"):
+                pusher.push([next(shards(checkpoint(1)))._replace(tensor=values)], version=3)
+    assert_serves(engine, 1, stamp=2)
+
+
+def test_an_address_that_nobody_can_listen_on_is_told(bed: Callable[..., BedEngine]) -> None:
+    config = replace(CONFIG, listen_host="192.0.2.1")
+    with (
+        Pusher([bed().url], config=config) as pusher,
+        pytest.raises(SyncError, match=r"`listen_host = 192\.0\.2\.1` is"),
+    ):
+        pusher.push(shards(checkpoint(1)), version=1)
+
+
 def test_a_history_without_an_effect_is_refused() -> None:
     with pytest.raises(PushConfigError, match="`delta_history = 2` has no effect with `way = tensor`"):
         PushConfig(delta_history=2)

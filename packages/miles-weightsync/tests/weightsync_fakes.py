@@ -29,6 +29,7 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (12, 8),
     "model.layers.0.mlp.down_proj.weight": (8, 12),
     "model.layers.0.input_layernorm.weight": (8,),
+    "model.layers.0.post_attention_layernorm.weight": (8,),
     "model.norm.weight": (8,),
 }
 

@@ -1,7 +1,7 @@
 """Whether what is pushed fits the model that an engine serves; asked before the engine is touched.
 
-SGLang loads weights in place, and a tensor of a wrong shape ends its server. What the engine has and did not get only
-its own checksums tell: it need not have all that a checkpoint of its model has.
+SGLang loads weights in place: a tensor of a wrong shape ends its server, and what is missing shows in its checksums
+when the old weights are gone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from .buckets import Bucket, torch_dtype
 from .checksum import HEAD, EngineLayout, full_name, listed, places_of
 
 
-def misfits(layout: EngineLayout, buckets: Sequence[Bucket], *, surplus: bool) -> list[str]:
+def misfits(layout: EngineLayout, buckets: Sequence[Bucket], *, whole: bool) -> list[str]:
     """What does not fit, named; empty where everything does, or the engine's layout is not known.
 
     Args:
-        surplus: also name tensors that the model does not have.
+        whole: also name tensors that are missing, and those that the model does not have.
     """
     if layout.model is None:
         return []
@@ -30,8 +30,11 @@ def misfits(layout: EngineLayout, buckets: Sequence[Bucket], *, surplus: bool) -
     types = [f"{n} {pushed[n].dtype}" for n in shared if not torch_dtype(pushed[n].dtype).is_floating_point]
     found = listed(f"{len(shapes)} tensors have another shape than in the engine's model", shapes)
     found += listed(f"{len(types)} tensors are no floating-point numbers", types)
-    if surplus:
-        known = places_of(layout.model, 0)
-        extra = {name for name in pushed if not known.knows(name)}
-        found += listed(f"{len(extra)} pushed tensors do not exist in the engine's model", extra)
+    if whole:
+        places_R = [places_of(layout.model, rank) for rank in range(layout.tp)]
+        needed = {name for places in places_R for name in places.parts} - ({HEAD} if model.tied else set[str]())
+        missing = needed - pushed.keys()
+        surplus = {name for name in pushed if not places_R[0].knows(name)}
+        found += listed(f"{len(missing)} tensors of the engine's model were not pushed", missing)
+        found += listed(f"{len(surplus)} pushed tensors do not exist in the engine's model", surplus)
     return found

@@ -74,13 +74,13 @@ class Fleet:
 
     def check(self, buckets: Sequence[Bucket]) -> None:
         """Fail engines whose model is not what is pushed; they are not touched."""
-        surplus = self._config.verify == "checksum"
+        whole = self._config.verify == "checksum"
         found: dict[EngineLayout, list[str]] = {}
         for lane in self._lanes:
             if lane.facts is not None and not lane.failed:
                 layout = EngineLayout.of(lane.facts)
                 if layout not in found:
-                    found[layout] = misfits(layout, buckets, surplus=surplus)
+                    found[layout] = misfits(layout, buckets, whole=whole)
                 if found[layout]:
                     lane.cancel("plan", "; ".join(found[layout]) + ". Push what belongs to the model that it serves.")
 
