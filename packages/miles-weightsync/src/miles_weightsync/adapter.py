@@ -10,6 +10,7 @@ every version has memory of its own, which the engine holds until it unloads the
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, make_buckets, torch_dtype
 from .collective import Ranks, host_id
 from .engine import Deadline, EngineClient, is_local
 from .errors import EngineRequestError, ShardError, SyncError, WeightSyncError
@@ -28,6 +29,8 @@ from .payload import encode
 from .report import EngineOutcome
 from .shard import ShardLike, collect
 from .staging import Stage, Staging, write_bucket
+
+_CONFIG_KEYS = ("r", "lora_alpha", "target_modules")
 
 _KEPT = 2
 """Versions that stay loaded: the newest, and the one that running requests may still use."""
@@ -66,6 +69,7 @@ class AdapterPushes:
         blocks: dict[ShardSpec, torch.Tensor] = {}
 
         def read() -> tuple[str, list[ShardSpec]]:
+            _check_order(order)
             blocks.update(collect(shards))
             return host_id(), list(blocks)
 
@@ -73,6 +77,7 @@ class AdapterPushes:
         buckets = make_buckets([specs for _, specs in said_R], bucket_bytes=1 << 62)
         if not buckets:
             raise ShardError("No rank gave a shard; there is no adapter to push.")
+        _check_tensors(buckets[0])
         local_R = [host == said_R[0][0] for host, _ in said_R]
         staging = Staging(self._ranks, kind="shm")
         try:
@@ -105,13 +110,15 @@ class AdapterPushes:
         try:
             info = client.server_info(deadline)
             _check(url, info)
+            client.unload_adapter(order.tag, deadline)  # of another trainer, or one that some ranks failed to load
             if order.tag in loaded:
-                client.unload_adapter(order.tag, deadline)
                 loaded.remove(order.tag)
             payload_R = [encode(bucket, stage.handle(bucket)) for _ in range(int(info.get("tp_size") or 1))]
             with _all_ranks(client, len(payload_R), deadline):
-                client.load_adapter(order.tag, order.config, payload_R, deadline)
+                there = client.load_adapter(order.tag, order.config, payload_R, deadline)
             loaded.append(order.tag)
+            # What a trainer before this one left comes first, to be unloaded first.
+            loaded[:0] = [tag for tag in there if tag.startswith(f"{order.name}@") and tag not in loaded]
             reason = self._unload(client, loaded, deadline)
         except WeightSyncError as problem:
             error = str(problem)
@@ -130,13 +137,14 @@ class AdapterPushes:
 
     def _unload(self, client: EngineClient, loaded: list[str], deadline: Deadline) -> str | None:
         """Unload what is too old; the engine waits for requests that use it. What fails is tried again next time."""
+        problems: list[str] = []
         for tag in loaded[:-_KEPT]:
             try:
                 client.unload_adapter(tag, deadline)
+                loaded.remove(tag)
             except EngineRequestError as error:
-                return f"{tag} could not be unloaded and takes memory until the next push: {error}"
-            loaded.remove(tag)
-        return None
+                problems.append(f"{tag} could not be unloaded and takes memory until the next push: {error}")
+        return "; ".join(problems) or None
 
 
 @contextmanager
@@ -155,6 +163,39 @@ def _all_ranks(client: EngineClient, tp: int, deadline: Deadline) -> Generator[N
         yield
     finally:
         client.end(deadline)
+
+
+def _check_order(order: AdapterOrder) -> None:
+    if not order.name or "@" in order.name:
+        raise SyncError(f"The adapter's name is {order.name!r}; it must be some text without `@`.", phase="prepare")
+    missing = [key for key in _CONFIG_KEYS if key not in order.config]
+    if missing:
+        raise SyncError(
+            f"`adapter_config` has no {', '.join(missing)}; it is PEFT's adapter_config.json.", phase="prepare"
+        )
+    try:
+        json.dumps(dict(order.config))
+    except (TypeError, ValueError) as error:
+        raise SyncError(f"`adapter_config` cannot be sent as JSON: {error}.", phase="prepare") from error
+
+
+def _check_tensors(bucket: Bucket) -> None:
+    """SGLang leaves out what it does not know, and an adapter of which half is missing works as another one."""
+    slots = {slot.name: slot for slot in bucket.slots}
+    for name, slot in slots.items():
+        if not torch_dtype(slot.dtype).is_floating_point:
+            raise ShardError(f"`{name}` is {slot.dtype}; the tensors of an adapter are floating-point numbers.")
+        for half, other, axis in ((".lora_A.", ".lora_B.", 0), (".lora_B.", ".lora_A.", 1)):
+            if half not in name:
+                continue
+            partner = slots.get(name.replace(half, other))
+            if partner is None:
+                raise ShardError(f"`{name}` was given without `{name.replace(half, other)}`; an adapter needs both.")
+            if len(slot.shape) != 2 or len(partner.shape) != 2 or slot.shape[axis] != partner.shape[1 - axis]:
+                raise ShardError(
+                    f"`{name}` is {slot.shape} and `{partner.name}` is {partner.shape}; lora_A is (rank, inputs) and "
+                    "lora_B (outputs, rank)."
+                )
 
 
 def _check(url: str, info: Mapping[str, object]) -> None:

@@ -144,14 +144,25 @@ class EngineClient:
         body |= {"flush_cache": False, "selector": selector}
         self._call("POST", "/update_weights_from_tensor", body, deadline)
 
-    def load_adapter(self, tag: str, config: Mapping[str, object], payload_R: list[str], deadline: Deadline) -> None:
-        """Load a LoRA adapter from staged tensors; one payload for each tensor-parallel rank R of the engine."""
+    def load_adapter(
+        self, tag: str, config: Mapping[str, object], payload_R: list[str], deadline: Deadline
+    ) -> tuple[str, ...]:
+        """Load a LoRA adapter from staged tensors; one payload for each tensor-parallel rank R of the engine.
+
+        Returns:
+            Names of all adapters that are loaded now, as far as the engine says.
+        """
         body = {"lora_name": tag, "config_dict": dict(config), "serialized_named_tensors": payload_R}
-        self._call("POST", "/load_lora_adapter_from_tensors", {**body, "load_format": LOAD_FORMAT}, deadline)
+        answer = self._call("POST", "/load_lora_adapter_from_tensors", {**body, "load_format": LOAD_FORMAT}, deadline)
+        return tuple(answer.get("loaded_adapters") or ())
 
     def unload_adapter(self, tag: str, deadline: Deadline) -> None:
-        """Unload one; the engine waits for the requests that use it."""
-        self._call("POST", "/unload_lora_adapter", {"lora_name": tag}, deadline)
+        """Unload one that may be gone already; the engine waits for the requests that use it."""
+        try:
+            self._call("POST", "/unload_lora_adapter", {"lora_name": tag}, deadline)
+        except EngineRequestError as error:
+            if "does not exist" not in str(error):
+                raise
 
     def is_paused(self, deadline: Deadline) -> bool:
         """Whether requests wait; `/ready` answers 503 then."""
