@@ -220,7 +220,7 @@ class EngineClient:
         content = _json_object(answer)
         if answer.status_code != 200 or content.get("success") is False:
             raise EngineRequestError(
-                f"{path}: HTTP {answer.status_code}: {content.get('message') or answer.text[:500]}",
+                f"{path}: HTTP {answer.status_code}: {content.get('message') or content.get('error_message') or answer.text[:500]}",
                 status=answer.status_code,
             )
         return content
