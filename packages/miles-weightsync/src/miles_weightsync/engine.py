@@ -219,10 +219,8 @@ class EngineClient:
             raise EngineRequestError(f"{path}: {type(error).__name__}: {error}") from error
         content = _json_object(answer)
         if answer.status_code != 200 or content.get("success") is False:
-            raise EngineRequestError(
-                f"{path}: HTTP {answer.status_code}: {content.get('message') or content.get('error_message') or answer.text[:500]}",
-                status=answer.status_code,
-            )
+            told = content.get("message") or content.get("error_message") or answer.text[:500]
+            raise EngineRequestError(f"{path}: HTTP {answer.status_code}: {told}", status=answer.status_code)
         return content
 
 
