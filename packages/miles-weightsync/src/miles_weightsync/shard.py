@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .errors import ShardError
@@ -49,11 +50,13 @@ def collect(shards: Iterable[ShardLike]) -> dict[ShardSpec, torch.Tensor]:
     """
     blocks: dict[ShardSpec, torch.Tensor] = {}
     for shard in shards:
+        if not isinstance(shard.name, str) or not shard.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ShardError(f"A shard is called {shard.name!r}; it needs the tensor's Hugging Face name.")
         spec = ShardSpec(
             name=shard.name,
-            shape=tuple(int(n) for n in shard.global_shape),
+            shape=tuple(index(n) for n in shard.global_shape),
             dtype=str(shard.dtype).removeprefix("torch."),
-            box=tuple((int(start), int(stop)) for start, stop in shard.box),
+            box=tuple((index(start), index(stop)) for start, stop in shard.box),
         )
         _check_block(spec, shard.tensor)
         if volume(spec.box) == 0:
