@@ -581,7 +581,7 @@ def test_a_signal_in_a_push_lets_it_come_to_its_end(tmp_path: Path, make: MakeEn
 def test_a_store_without_a_version_is_named_once(
     tmp_path: Path, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    looks: list[int | None] = []
+    looks: list[object] = []
 
     def look(follower: Follower) -> None:
         looks.append(step(follower))

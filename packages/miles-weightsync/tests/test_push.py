@@ -358,7 +358,7 @@ def test_bad_shards_are_refused_before_any_engine_is_paused(engine: FakeEngine) 
         with pytest.raises(ShardError, match="A shard is called ''"):
             pusher.push([half._replace(name="")], version=1)
         with pytest.raises(SyncError, match="'float' object cannot be interpreted as an integer"):
-            pusher.push([half._replace(box=((0, 2.7), (0, 2)))], version=1)  # type: ignore[arg-type]
+            pusher.push([half._replace(box=((0, 2.7), (0, 2)))], version=1)
         with pytest.raises(ShardError, match="nothing to push"):
             pusher.push([], version=1)
         assert not engine.is_paused

@@ -308,7 +308,7 @@ class StagedPushes:
         used = [plan for plan in plans if isinstance(plan, EnginePlan)]
         if self._warned or not self._ranks.is_leader or not all(plan.unused for plan in used):
             return
-        odd: set[str] = set.intersection(*(set(plan.unused) for plan in used)) if used else set()
+        odd = {name for name in (used[0].unused if used else ()) if all(name in plan.unused for plan in used)}
         for key in {plan.key for plan in used} if odd else ():
             odd -= {tensor.name for tensor in ModelShape.from_hf(self._shapes[key].config).tensors()}
         if odd:
