@@ -81,6 +81,13 @@ def test_ranks_must_agree_on_the_version(seen: list[dict[str, Any]]) -> None:
         assert "different versions: [7, 8]" in push["message"]
 
 
+def test_ranks_must_agree_on_the_settings(seen: list[dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        (made,) = seen[rank]["settings_differ"]["pushes"]
+        assert made["error"] == "PushConfigError"
+        assert "`way` is ['tensor', 'staged']" in made["message"]
+
+
 def test_a_rank_that_dies_ends_the_push_of_the_others(seen: list[dict[str, Any]]) -> None:
     (push,) = seen[0]["a_rank_dies"]["pushes"]
     assert push["error"] == "SyncError"

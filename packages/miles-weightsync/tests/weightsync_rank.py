@@ -97,6 +97,14 @@ def versions_differ(rank: int, size: int, engine: FakeEngine, urls: list[str]) -
         return {"pushes": [attempt(pusher, shards(weights(7), rank, size), 7 + rank)]}
 
 
+def settings_differ(rank: int, size: int, engine: FakeEngine, urls: list[str]) -> Seen:
+    try:
+        Pusher(urls, config=CONFIG if rank == 0 else PushConfig(way="staged", bucket_bytes=600, timeout_s=20))
+    except WeightSyncError as error:
+        return {"pushes": [{"error": type(error).__name__, "message": str(error)}]}
+    return {"pushes": []}
+
+
 def a_rank_dies(rank: int, size: int, engine: FakeEngine, urls: list[str]) -> Seen:
     def dying() -> Iterator[AShard]:
         os._exit(9)
@@ -114,6 +122,7 @@ SCENARIOS: list[Callable[[int, int, FakeEngine, list[str]], Seen]] = [
     a_rank_fails,
     boxes_overlap,
     versions_differ,
+    settings_differ,
     a_rank_dies,  # last: it takes the rank with it
 ]
 

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from types import TracebackType
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class Pusher:
         self._config = config
         self._api_key = api_key
         self._ranks = Ranks(group, timeout_s=config.timeout_s)
+        self._check_alike()
         self._staging = Staging(self._ranks, kind=config.staging)
         self._staged = StagedPushes(self._ranks, config, api_key) if config.way == "staged" else None
         self._stored = StoredPushes(self._ranks, config, api_key) if config.way == "store" else None
@@ -79,6 +81,14 @@ class Pusher:
         self._warned = False
         self.set_engines(engines)
         clean_stale()
+
+    def _check_alike(self) -> None:
+        """Ranks that push in different ways would wait for one another."""
+        said_R = self._ranks.agree("prepare", lambda: self._config)
+        for field in fields(PushConfig):
+            values = [getattr(said, field.name) for said in said_R]
+            if field.name != "listen_host" and len(set(values)) > 1:  # that one is the leader's
+                raise PushConfigError(f"The ranks have different settings: `{field.name}` is {values}.")
 
     def set_engines(self, engines: Sequence[str]) -> None:
         """Push to these from now on; call it on every rank when engines come or go."""

@@ -113,7 +113,7 @@ class StagedPushes:
             clock.lap("attach")
             values = Values(blocks)
             engines = said_R[0].engines
-            plans = self._plan_all(said_R, list(blocks), len(urls))
+            plans = self._plan_all(said_R, list(blocks))
             self._warn_of_unused(plans)
             clock.lap("plan")
             self._count += 1
@@ -154,7 +154,7 @@ class StagedPushes:
             blocks: dict[ShardSpec, torch.Tensor] = {}
             said_R = self._ranks.agree("verify", lambda: self._gather(shards, blocks, 0, urls, deadline, held))
             values = Values(blocks)
-            plans = self._plan_all(said_R, list(blocks), len(urls))
+            plans = self._plan_all(said_R, list(blocks))
             mine = {
                 p.key: piece_checksums(values, p.loads.get(self._ranks.rank, ()))
                 for p in plans
@@ -265,7 +265,7 @@ class StagedPushes:
             self._rendezvous = Rendezvous(host=self._config.listen_host)
         return self._rendezvous
 
-    def _plan_all(self, said_R: Sequence[_Said], specs: list[ShardSpec], num_engines: int) -> list[EnginePlan | str]:
+    def _plan_all(self, said_R: Sequence[_Said], specs: list[ShardSpec]) -> list[EnginePlan | str]:
         """A plan for every engine, or why there is none; alike on every rank."""
         versions = [said.version for said in said_R]
         if len(set(versions)) > 1:
@@ -280,6 +280,7 @@ class StagedPushes:
             self._layout = digests, hosts, self._ranks.agree("plan", lambda: specs)
             self._plans.clear()
         _, hosts, specs_R = self._layout
+        num_engines = len(said_R[0].engines)  # the leader's word: other ranks may name others
         bucket_bytes = max(_MIN_BUCKET_BYTES, self._config.max_inflight_bytes // num_engines)
         bucket_bytes = min(self._config.bucket_bytes, bucket_bytes)
         found: list[EnginePlan | str] = []
