@@ -13,12 +13,12 @@ from .checksum import HEAD, EngineLayout, full_name, listed, places_of
 
 
 def misfits(layout: EngineLayout, buckets: Sequence[Bucket], *, whole: bool) -> list[str]:
-    """What does not fit, named; empty where everything does, or the engine's layout is not known.
+    """What does not fit, named; empty where everything does, or the layout is not known for sure.
 
     Args:
         whole: also name tensors that are missing, and those that the model does not have.
     """
-    if layout.model is None:
+    if layout.model is None or layout.model.model.fp8_block is not None:  # which layers a recipe left alone is unknown
         return []
     model = layout.model.model
     wanted = {tensor.name: tensor.shape for tensor in model.tensors()}
