@@ -154,6 +154,25 @@ def test_the_maximum_of_a_block_is_found_wherever_it_is(isa: str, blocks: int):
             assert_same(format.quantize(weight), expected)
 
 
+@needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["mxfp8/rceil", "fp8_1x128/div", "mxfp4/rceil", "nvfp4/te_4o6_MSE", "int4_g32/miles"])
+def test_a_thread_that_flushes_denormals_changes_no_byte_and_no_value(name: str, isa: str):
+    """Values of small codes are denormals on the way, whatever the size of the weights."""
+    format, weight = get_format(name), normal(64, 512) * torch.exp2(-torch.arange(512.0) % 13).bfloat16()
+    with using(isa):
+        expected = format.quantize(weight)
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor always counts denormals")
+        try:
+            assert_same(format.quantize(weight), expected)
+            found = format.dequantize(expected)
+        finally:
+            torch.set_flush_denormal(False)
+    with using("torch"):
+        assert torch.equal(found, format.dequantize(expected))
+
+
 FORKED = """
 import os, signal, sys, torch
 from miles_quant import get_format

@@ -1,5 +1,7 @@
 // The formats of ../formats, bit for bit: the formulas stand there, with their sources. Compiled once for every
 // instruction set with MQ_ISA naming it; dispatch.cpp picks one.
+#include <cfenv>
+
 #include "kernels.h"
 
 #include "vectors.h"
@@ -316,10 +318,22 @@ void int4_dequantize(const uint8_t *codes, const uint16_t *scales, T *out, int64
   }
 }
 
+// While it lives, denormals count and rounding is to nearest even, whatever the thread was set to: values of codes go
+// through denormals, and torch.set_flush_denormal(True) would make zeros of them.
+struct DefaultArithmetic {
+  fenv_t before;
+  DefaultArithmetic() {
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultArithmetic() { fesetenv(&before); }
+};
+
 }  // namespace
 
 #define BY_TYPE(call)                     \
   do {                                    \
+    DefaultArithmetic here;               \
     if (is_bf16) {                        \
       using T = Bf16;                     \
       call;                               \
