@@ -135,8 +135,8 @@ def _swap(block: torch.Tensor, new: Bits) -> None:
 def split(block: torch.Tensor, decoded: Difference) -> list[Change]:
     """A decoded difference in chunks of rows that fit a core's cache, so that what was changed is hashed from there.
 
-    The chunks do without the witness of the old values, whose check would be one more pass while requests wait: decoding
-    has compared them, and the checksum of what is live afterwards is compared in any case.
+    The chunks do without the witness of the old values, whose check would be one more pass while requests wait:
+    decoding has compared them, and the checksum of what is live afterwards is compared in any case.
     """
     from .. import delta
 
