@@ -82,7 +82,7 @@ def _load() -> ctypes.CDLL | None:
     if reason is None:
         return ctypes.CDLL(str(_FOLDER / LIBRARY))
     _log.warning(
-        "miles-quant: %s. Formats are computed by torch: the same bytes, ten to forty times slower on a CPU. "
+        "miles-quant: %s. Formats are computed by torch: the same bytes, ten to a hundred times slower on a CPU. "
         "With a C++ compiler, build the kernels by `python -m %s.build`.",
         reason,
         __package__,
