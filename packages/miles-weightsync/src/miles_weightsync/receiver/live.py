@@ -10,7 +10,7 @@ Every step is counted, so that whatever stops in the middle is undone exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -34,14 +34,6 @@ class Difference(Protocol):
 
     @property
     def count(self) -> int: ...
-
-
-class Change(NamedTuple):
-    """What a delta does to some rows of a block."""
-
-    first: int
-    last: int
-    difference: Difference
 
 
 class LiveError(Exception):
@@ -130,32 +122,6 @@ def _swap(block: torch.Tensor, new: Bits) -> None:
     old_bits = live.copy()
     np.copyto(live, new)
     np.copyto(new, old_bits)
-
-
-def split(block: torch.Tensor, decoded: Difference) -> list[Change]:
-    """A decoded difference in chunks of rows that fit a core's cache, so that what was changed is hashed from there.
-
-    The chunks do without the witness of the old values, whose check would be one more pass while requests wait:
-    decoding has compared them, and the checksum of what is live afterwards is compared in any case.
-    """
-    from .. import delta
-
-    rows = block.shape[0] if block.dim() else 1
-    if block.is_cuda or not block.numel():
-        return [Change(0, rows, decoded)]
-    found = cast("delta.Decoded", decoded)
-    width = block.numel() // rows
-    step = max(1, _CHUNK_BYTES // (width * block.element_size()))
-    firsts = np.arange(0, rows, step)
-    bounds = [*np.searchsorted(found.positions, firsts * width).tolist(), found.positions.size]
-    changes: list[Change] = []
-    for i, first in enumerate(firsts.tolist()):
-        last = min(first + step, rows)
-        span = slice(bounds[i], bounds[i + 1])
-        positions = found.positions[span] - found.positions.dtype.type(first * width)
-        part = delta.Decoded(count=(last - first) * width, positions=positions, diffs=found.diffs[span])
-        changes.append(Change(first, last, part))
-    return changes
 
 
 def add(block: torch.Tensor, decoded: Difference, *, undo: bool) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..transports import Inbox, Region
 from . import derived
-from .live import Change, Live, add, flat, split, swap, update
+from .live import Difference, Live, add, flat, swap, update
 from .table import Bucket, Piece, Table
 
 _SHOWN = 4
@@ -57,8 +57,7 @@ class Staged:
     region: Region
     state: Literal["filling", "verified", "swapped", "broken"] = "filling"
     contents: list[str] = field(default_factory=list[str])
-    differences: list[list[list[Change]]] = field(default_factory=list[list[list[Change]]])
-    """For each piece of each bucket, the chunks of its delta."""
+    differences: list[list[Difference]] = field(default_factory=list[list[Difference]])
     done: int = 0
     """Steps that the parameters are away from the old version."""
     pinned: bool = False
@@ -183,10 +182,8 @@ class Staged:
     ) -> Iterator[torch.Tensor]:
         """Change one piece step by step; each step gives the rows that it has changed."""
         if self.order.sizes is not None:
-            rows = block if block.dim() else block.reshape(1)
-            for first, last, difference in self.differences[index][place]:
-                add(rows[first:last], difference, undo=undo)
-                yield rows[first:last]
+            add(block, self.differences[index][place], undo=undo)
+            yield block
             return
         first = self.table.buckets[index].start + piece.start
         yield from swap(block, self.inbox.view(self.region)[first : first + piece.nbytes])
@@ -201,20 +198,20 @@ class Staged:
             start += size
         return spans
 
-    def _decode(self, arena: NDArray[np.uint8], lengths: Sequence[Sequence[int]]) -> list[list[list[Change]]]:
+    def _decode(self, arena: NDArray[np.uint8], lengths: Sequence[Sequence[int]]) -> list[list[Difference]]:
         from .. import delta
 
-        found: list[list[list[Change]]] = []
+        found: list[list[Difference]] = []
         for bucket, span, sizes in zip(self.table.buckets, self._spans(), lengths, strict=True):
             start = span.start
-            decoded: list[list[Change]] = []
+            decoded: list[Difference] = []
             for (piece, block), size in zip(self.live.blocks(bucket.pieces), sizes, strict=True):
                 change = delta.decode(arena[start : start + size], old=flat(block))
                 if change.count != piece.nbytes // piece.item_bytes:
                     raise StagingFault(
                         f"`{piece.param}`: a delta of {change.count} elements for a block of {piece.box}"
                     )
-                decoded.append(split(block, change))
+                decoded.append(change)
                 start += size
             found.append(decoded)
         return found
