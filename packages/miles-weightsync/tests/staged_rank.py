@@ -5,6 +5,7 @@ usage: staged_rank.py RANK STORE FOLDER     (FOLDER has a config.json and v<N>.p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -67,6 +68,14 @@ def megatron(folder: Path, weights: dict[str, torch.Tensor]) -> Iterator[AShard]
 SOURCES: dict[str, Callable[[Path, dict[str, torch.Tensor]], Iterator[AShard]]] = {"fsdp2": fsdp2, "megatron": megatron}
 
 
+def kill_session(session: int) -> None:
+    """Kill a server, all of its processes."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            if entry.name.isdecimal() and os.getsid(int(entry.name)) == session:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
 def after_the_first_bucket(action: Callable[[], None]) -> None:
     """Do something once this rank has packed a bucket, of whole values or of differences."""
     for name in ("_pack", "_content"):
@@ -95,7 +104,7 @@ def carry_out(order: dict[str, Any], pusher: Pusher, folder: Path) -> dict[str, 
         else:
             after_the_first_bucket(lambda: os._exit(9))
     if order.get("kill") and dist.get_rank() == 0:
-        after_the_first_bucket(lambda: os.killpg(order["kill"], signal.SIGKILL))
+        after_the_first_bucket(lambda: kill_session(order["kill"]))  # nothing of this rank has been sent by then
     try:
         report = pusher.push(shards, version=order["version"])
         engines, error = report.engines, None

@@ -83,7 +83,7 @@ def test_two_engines_follow_two_trainer_ranks_through_a_death(tmp_path: Path) ->
 
         # The first server dies in mid-transfer. The second commits.
         done = trainer.push("megatron", "tcp", 4, [a, b], kill=servers[0].process.session_id)
-        assert [engine["ok"] for engine in done["engines"]] in ([False, True], [True, True])
+        assert [engine["ok"] for engine in done["engines"]] == [False, True]
         assert_scored_by(models[4], *greedy(b), 0, 24)
 
         # It comes back on the checkpoint of version 3, where it answers what it answered after that commit.
