@@ -1,4 +1,6 @@
-"""Staged pushes end to end: receivers around plain modules of SmolLM2-135M's shape in bfloat16, no engine beside them.
+"""Staged pushes end to end: receivers around plain modules of SmolLM2's shapes in bfloat16, no engine beside them.
+
+135M has more tensors than 1.7B, at a thirteenth of the bytes: what each costs by itself shows in the difference.
 
 `pause_s` is what a running request sees; `commit_cpu_s` is the CPU time of the engine's thread in it: applying, and
 checking every parameter afterwards. `broadcast` is one `torch.distributed.broadcast` on gloo of the same bytes between
@@ -12,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -26,16 +29,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "packages/miles-weightsync/te
 import staged_bed
 from miles_weightsync.planner import ModelShape
 
-SMOLLM2_135M = {
+SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
     "vocab_size": 49152,
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
+}
+SIZES = {
+    "135M": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    },
+    "1.7B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 8192,
+    },
 }
 CHANGED = 0.016
 Rows = dict[str, dict[str, float]]
@@ -44,7 +58,15 @@ Rows = dict[str, dict[str, float]]
 def measure(*, quick: bool = False) -> Rows:
     """Rows by way: GiB pushed, bytes sent over bytes of the model, seconds, and what each costs a GiB of model."""
     torch.set_num_threads(1)
-    shape = dict(SMOLLM2_135M, num_hidden_layers=2 if quick else 30)
+    rows: Rows = {}
+    rows |= _size("135M", ["shm", "tcp"], quick=quick)
+    if not quick:
+        rows |= _size("1.7B", ["shm"], quick=False)
+    return rows
+
+
+def _size(size: str, transports: Sequence[Literal["shm", "tcp"]], *, quick: bool) -> Rows:
+    shape = {**SMOLLM2, **SIZES[size], **({"num_hidden_layers": 2} if quick else {})}
     staged_bed.CONFIG.clear()
     staged_bed.CONFIG.update(shape)
     staged_bed.SHAPE = ModelShape.from_hf(shape)
@@ -52,11 +74,11 @@ def measure(*, quick: bool = False) -> Rows:
     weights = {t.name: torch.randn(t.shape, generator=generator).bfloat16() * 0.05 for t in staged_bed.SHAPE.tensors()}
     rounds = 1 if quick else 5
     rows: Rows = {}
-    for transport in ("shm", "tcp"):
-        rows |= _pushes(weights, transport, rounds)
+    for transport in transports:
+        rows |= {f"{size} {way}": row for way, row in _pushes(weights, transport, rounds).items()}
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     seconds = _broadcast(nbytes, rounds)
-    rows["broadcast"] = {
+    rows[f"{size} broadcast"] = {
         "gib": nbytes / 2**30,
         "sent": 1.0,
         "total_s": seconds,

@@ -26,7 +26,7 @@ from miles_rollout.engines import EngineConfig, EngineServer
 from miles_weightsync import PushConfig, Shard
 from miles_weightsync.config import LOADER
 from miles_weightsync.push import Pusher
-from weightsync_commit import SMOLLM2_135M, change
+from weightsync_commit import SIZES, SMOLLM2, change
 
 Rows = dict[str, dict[str, float]]
 
@@ -130,7 +130,7 @@ def _save(folder: Path, *, layers: int) -> dict[str, torch.Tensor]:
     """A random model, on disk and as tensors by their names there."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {k: v for k, v in SMOLLM2_135M.items() if k not in ("architectures", "dtype")}
+    shape = {k: v for k, v in {**SMOLLM2, **SIZES["135M"]}.items() if k not in ("architectures", "dtype")}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**shape, "num_hidden_layers": layers})).bfloat16()
     model.save_pretrained(folder)
