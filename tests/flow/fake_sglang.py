@@ -37,7 +37,7 @@ class FakeSGLang(FakeEngine):
 
     def do_server_info(self, body: dict[str, Any]) -> tuple[int, Any]:
         status, facts = super().do_server_info(body)
-        return status, facts | {"version": list(SUPPORTED)[-1]}
+        return status, facts | {"version": list(SUPPORTED)[-1], "model_path": "whatever is pushed"}
 
     def do_ready(self, body: dict[str, Any]) -> tuple[int, Any]:
         is_ready = self._open.is_set() and not self.is_starting
