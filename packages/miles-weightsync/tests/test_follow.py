@@ -630,6 +630,17 @@ def test_one_look_says_by_its_status_whether_every_engine_serves_the_newest(
     assert main([*command, "--api-key-env", "ENGINE_KEY"]) == 0
 
 
+def test_one_look_at_a_store_whose_client_fails_tells_why(
+    tmp_path: Path, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(follower: Follower) -> None:
+        raise LookupError("no such bucket")
+
+    monkeypatch.setattr(Follower, "step", refuse)
+    assert main(["follow", str(tmp_path), "--engine", make().url, "--once"]) == 1
+    assert "LookupError: no such bucket" in caplog.text
+
+
 def test_options_that_cannot_be_used_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["follow", str(tmp_path), "--engine", "http://127.0.0.1:9"]
     for more, told in (

@@ -66,6 +66,9 @@ def _once(follower: Follower) -> int:
     except (WeightSyncError, OSError) as error:
         _log.error("%s", error)
         return 1
+    except Exception as error:  # an object store's client has errors of its own
+        _log.error("%s: %s", type(error).__name__, error)
+        return 1
     if follower.version is None:
         _log.error("%s has no version", follower.store)
     return 0 if follower.is_current else 1
