@@ -97,23 +97,41 @@ async def test_a_conversation_longer_than_the_context_is_the_policys_limit(scrip
         await ask(policy)
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer every request of a connection, each once 300 others are waiting too."""
-    while head := await reader.readuntil(b"\r\n\r\n"):
-        length = next(
-            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
-        )
-        await reader.readexactly(length)
-        await BARRIER.wait()
-        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}]})
-        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+class SlowServer:
+    """Answers each request of a connection once 300 others are waiting too."""
+
+    def __init__(self) -> None:
+        self._barrier = asyncio.Barrier(300)
+        self.connections: list[asyncio.Task[None]] = []
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.append(asyncio.create_task(self._serve(reader, writer)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer = {"choices": [{"message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}]}
+        body = json.dumps(answer)
+        while head := await _head(reader):
+            length = next(
+                int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+            )
+            await reader.readexactly(length)
+            await self._barrier.wait()
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        writer.close()
+        await writer.wait_closed()
 
 
-BARRIER = asyncio.Barrier(300)
+async def _head(reader: asyncio.StreamReader) -> bytes:
+    """Of the next request; empty when the client has hung up."""
+    try:
+        return await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return b""
 
 
 async def test_hundreds_of_episodes_share_one_pool_without_waiting_for_one_another():
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=512)
+    slow = SlowServer()
+    server = await asyncio.start_server(slow.accept, "127.0.0.1", 0, backlog=512)
     port = server.sockets[0].getsockname()[1]
     policy = Policy(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", model="m", sampling=Sampling())
     async with connection_pool() as pool, asyncio.timeout(60):
@@ -123,3 +141,5 @@ async def test_hundreds_of_episodes_share_one_pool_without_waiting_for_one_anoth
         assert not pool.closed
     assert [answer.text for answer in answers] == ["4"] * 300
     server.close()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*slow.connections)
