@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, cast
 
 from ..errors import ShardError
@@ -141,7 +142,7 @@ class ModelShape:
 
     def always_float32(self) -> frozenset[str]:
         """Tensors that engines keep in float32 whatever their element type is."""
-        return frozenset(t.name for t in replace(self, dtype="bfloat16").tensors() if t.dtype == "float32")
+        return _float32_of(replace(self, dtype="bfloat16"))
 
     def tensors(self) -> Iterator[Tensor]:
         """Every checkpoint tensor in order; parts of a fused engine parameter follow one another."""
@@ -243,6 +244,11 @@ class ModelShape:
     def _norms(self, layer: int, *names: str) -> Iterator[Tensor]:
         for name in names:
             yield Tensor(f"model.layers.{layer}.{name}.weight", (self.hidden_size,), self.dtype, "whole", layer)
+
+
+@lru_cache(maxsize=16)  # asked at every push, of models with tens of thousands of tensors
+def _float32_of(model: ModelShape) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in model.tensors() if tensor.dtype == "float32")
 
 
 def scale_box(box: Box, block: int) -> Box:
