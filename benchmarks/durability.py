@@ -37,17 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from miles_core import loop
-from miles_core.batching import AdvantagesByEpisode, RankWork
-from miles_core.checkpoints import Checkpoints
+from miles_core.durable.checkpoints import Checkpoints
+from miles_core.durable.spool import SpoolWriter
 from miles_core.ledger import Ledger, adopt_spooled
-from miles_core.loop import Trained
 from miles_core.monitor import JsonlMonitor
-from miles_core.spool import SpoolWriter
-from miles_core.takeup import take_up
+from miles_core.run import loop
+from miles_core.run.batching import AdvantagesByEpisode, RankWork
+from miles_core.run.loop import Trained
+from miles_core.run.takeup import take_up
 from miles_rollout import GroupBuffer, PromptStream, RolloutConfig, advantages_by_episode, produce
 from miles_tito import Episode, Group, Outcome, Prompt, Sampling, Trajectory, VersionSpan
-from miles_tito.summary import GroupRef, summarize
+from miles_tito.records.summary import GroupRef, summarize
 
 ROLLOUT = RolloutConfig(group_size=8, groups_per_step=16, max_staleness=1, filter="no_filter")
 PROMPTS = [Prompt(id=f"prompt-{i}", messages=({"role": "user", "content": f"problem {i}"},)) for i in range(5000)]

@@ -47,9 +47,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from miles_core import loop
-from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_core.monitor import RunSummary
+from miles_core.run import loop
+from miles_core.run.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_rollout import (
     Fate,
     FateEvent,
@@ -61,7 +61,7 @@ from miles_rollout import (
     produce,
 )
 from miles_tito import Ctx, EpisodeResult, Outcome, Policy, Prompt, Sampling, Trajectory, VersionSpan
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "packages" / "miles-rollout" / "tests"))
 from scripted_rollout import run_virtual

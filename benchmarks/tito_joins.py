@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 from miles_tito import Session, load_tokenizer
-from miles_tito.families import choose_family
-from miles_tito.generation import Generation, one_version
-from miles_tito.merge import Joiner
-from miles_tito.messages import normalize
+from miles_tito.engine.generation import Generation, one_version
 from miles_tito.records import FinishReason
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.messages import normalize
 
 REPLY_TOKENS = 16
 WORDS = "the quick brown fox jumps over a lazy dog while seven tests pass in two files "

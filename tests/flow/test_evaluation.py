@@ -20,11 +20,11 @@ from miles_core.config import Config, DatasetConfig, EvalConfig
 from miles_core.evaluation.dedicated import EvalServing
 from miles_core.ledger import LEDGER, query
 from miles_core.monitor import build_monitor, read_metrics
-from miles_core.rl import RLRun
+from miles_core.run.rl import RLRun
 from miles_rollout.dispatch import RunGroup
 from miles_rollout.engines import EngineStartError
 from miles_tito.records import Outcome, Prompt, Sampling
-from miles_tito.summary import EpisodeSummary, GroupRef, TrajectorySummary
+from miles_tito.records.summary import EpisodeSummary, GroupRef, TrajectorySummary
 
 STEPS = 6
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from miles_core.spool import GroupHandle, SpoolWriter, fetch_groups
+from miles_core.durable.spool import GroupHandle, SpoolWriter, fetch_groups
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan
 from ray import cloudpickle
 from ray.exceptions import ObjectLostError, RayActorError

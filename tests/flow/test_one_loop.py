@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_core import loop
-from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_core.monitor import RunSummary
+from miles_core.run import loop
+from miles_core.run.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_rollout import (
     BufferClosedError,
     Fate,
@@ -28,7 +28,7 @@ from miles_rollout import (
     produce,
 )
 from miles_tito import Ctx, EpisodeResult, Policy, Prompt
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 from scripted_rollout import ScriptedEnv, ScriptedSessions, graded, make_prompts, run_virtual
 
 RANKS = 2

@@ -18,7 +18,7 @@ from miles_core.cluster.trainers import Trainers
 from miles_core.config import RayConfig
 from miles_rollout.advantages import advantages_by_episode
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan
-from miles_tito.summary import GroupRef, summarize
+from miles_tito.records.summary import GroupRef, summarize
 from miles_train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from safetensors.numpy import load_file
 

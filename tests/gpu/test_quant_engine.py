@@ -24,8 +24,8 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
         pytest.skip(f"no kernels for {format} on {torch.cuda.get_device_name()}")
     for name in ("sglang", "ray", "transformers"):
         pytest.importorskip(name)
-    from miles_core.quantized import serving_folder
-    from miles_core.rank import TrainerRank
+    from miles_core.actors.low_precision import serving_folder
+    from miles_core.actors.trainer_rank import TrainerRank
     from miles_quant import Recipe
     from miles_rollout.engines import EngineConfig, EngineServer
     from miles_train.config import OptimizerConfig, TrainConfig

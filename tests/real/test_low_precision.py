@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miles_core.rank import TrainerRank
+from miles_core.actors.trainer_rank import TrainerRank
 from miles_quant import Recipe
 from miles_rollout.engines import EngineConfig, EngineServer
 from miles_train.config import OptimizerConfig, TrainConfig

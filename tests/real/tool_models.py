@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_tito import load_tokenizer
-from miles_tito.messages import normalize
+from miles_tito.tokens.messages import normalize
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "miles-tito" / "tests"))
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from core_records import make_group
-from miles_core.metrics import Arrivals, rollout_metrics
+from miles_core.monitor.metrics import Arrivals, rollout_metrics
 from miles_rollout.policies import MASKED_EPISODES
-from miles_tito.summary import GroupRef, summarize
+from miles_tito.records.summary import GroupRef, summarize
 
 
 def make_ref(rewards: list[float | None]) -> GroupRef:

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from miles_core import checkpoints as module
-from miles_core.checkpoints import Checkpoints, reading
+from miles_core.durable import checkpoints as module
+from miles_core.durable.checkpoints import Checkpoints, reading
 from miles_train.errors import CheckpointError
 
 

@@ -7,8 +7,8 @@ import types
 import pytest
 from miles_core import cli
 from miles_core.config import Config
+from miles_core.durable.rundir import RunDir
 from miles_core.monitor import JsonlMonitor
-from miles_core.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def own_import_path(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """What `miles_core.run.main` was called with; it returns 7. Runs go to a folder of the test's."""
+    """What `miles_core.run.command.main` was called with; it returns 7. Runs go to a folder of the test's."""
     calls: list[tuple[Config, str]] = []
     monkeypatch.chdir(tmp_path)
 
@@ -27,7 +27,7 @@ def started(monkeypatch, tmp_path):
         calls.append((config, kind))
         return 7
 
-    monkeypatch.setitem(sys.modules, "miles_core.run", types.SimpleNamespace(main=main))
+    monkeypatch.setitem(sys.modules, "miles_core.run.command", types.SimpleNamespace(main=main))
     return calls
 
 
@@ -48,7 +48,8 @@ def test_help_imports_nothing_heavy(words):
 
 def test_configuration_report_doctor_and_plan_need_neither_torch_nor_ray():
     code = (
-        "import sys, miles_core.config, miles_core.report, miles_core.doctor, miles_core.plan, miles_core.monitor\n"
+        "import sys, miles_core.config, miles_core.report, miles_core.doctor\n"
+        "import miles_core.run.dry_run, miles_core.monitor\n"
         "miles_core.config.load_config([])\n"
         "print(sorted({'torch', 'ray', 'transformers', 'sglang'} & set(sys.modules)))\n"
     )
@@ -85,7 +86,7 @@ def test_ctrl_c_exits_with_130(started, monkeypatch):
     def interrupted(config, kind, run_dir):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["miles_core.run"], "main", interrupted)
+    monkeypatch.setattr(sys.modules["miles_core.run.command"], "main", interrupted)
     assert cli.main(["rl", "--model.path", "m", "--env.target", "t:t"]) == 130
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miles_core.checkpoints import Checkpoints
-from miles_core.commits import TRAINER, Commits
 from miles_core.config import CheckpointConfig
+from miles_core.durable.checkpoints import Checkpoints
+from miles_core.durable.commits import TRAINER, Commits
 from miles_train.errors import CheckpointError
 
 

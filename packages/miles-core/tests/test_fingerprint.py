@@ -17,7 +17,7 @@ import pytest
 import torch
 from miles_core.config import Config, to_dict
 from miles_core.config.keys import leaves
-from miles_core.fingerprint import MAY_CHANGE, compare, fingerprint_model, fingerprint_prompts
+from miles_core.durable.fingerprint import MAY_CHANGE, compare, fingerprint_model, fingerprint_prompts
 from miles_tito.records import Prompt
 from safetensors.torch import load_file, save_file
 
@@ -113,7 +113,8 @@ def test_arrays_and_numpy_numbers_count_by_content():
 
 def test_a_fingerprint_is_the_same_in_every_process():
     code = (
-        "import json\nfrom miles_core.fingerprint import fingerprint_prompts\nfrom miles_tito.records import Prompt\n"
+        "import json\nfrom miles_core.durable.fingerprint import fingerprint_prompts\n"
+        "from miles_tito.records import Prompt\n"
         "print(json.dumps(fingerprint_prompts([Prompt(id=str(i), task={'a': i, 'b': {'c': [i]}}) for i in range(9)])))"
     )
     made = [

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from miles_core.actors.model_folder import ModelError, context_limit, prepare_model_folder
 from miles_core.config import ModelConfig
-from miles_core.model import ModelError, context_limit, prepare_model_folder
 
 
 def write_config(folder: Path, **fields: object) -> Path:

@@ -5,9 +5,9 @@ import struct
 
 import pytest
 from miles_core.config import Config, load_config
-from miles_core.importing import ImportStringError
-from miles_core.plan import engine_memory, list_processes, make_plan, read_shape, trainer_memory
+from miles_core.run.dry_run import engine_memory, list_processes, make_plan, read_shape, trainer_memory
 from miles_rollout.engines import EngineConfig
+from miles_tito.shared.plugins import ImportStringError
 from miles_train.config import LossConfig, TrainConfig
 
 LLAMA = {
@@ -102,7 +102,7 @@ def test_the_plan_says_what_does_not_fit(model, monkeypatch):
     folder = model(tensors={"w": [1000, 1000]})
     config = load_config(["--model.path", str(folder), "--env.target", "json:loads", "--train.device", "cpu"]).config
     assert "does not fit" not in make_plan(config, "rl")
-    monkeypatch.setattr("miles_core.plan.available_memory", lambda: 1000)
+    monkeypatch.setattr("miles_core.run.dry_run.available_memory", lambda: 1000)
     text = make_plan(config, "rl")
     assert "1.0 M parameters" in text
     assert "16 groups of 8 · max_staleness 1, at most 32 groups open" in text
@@ -112,7 +112,7 @@ def test_the_plan_says_what_does_not_fit(model, monkeypatch):
 def test_the_plan_says_what_checkpoints_take(model, monkeypatch):
     folder = model(tensors={"w": [2**14, 2**14]})
     words = ["--model.path", str(folder), "--env.target", "json:loads"]
-    monkeypatch.setattr("miles_core.plan.free_disk", lambda directory: 10 * 2**30)
+    monkeypatch.setattr("miles_core.run.dry_run.free_disk", lambda directory: 10 * 2**30)
     text = make_plan(load_config([*words, "--checkpoint.keep", "1"]).config, "rl")
     assert text.endswith(
         "checkpoints every 10 steps of 3.00 GiB each; with those kept and one being written 6.00 GiB of 10.00 GiB of "

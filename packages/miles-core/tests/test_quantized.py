@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from miles_core.actors.low_precision import serving_folder, serving_shards
+from miles_core.actors.trainer_rank import TrainerRank
 from miles_core.config import Config, ConfigError, load_config, to_dict, to_toml
 from miles_core.config.schema import SectionError
 from miles_core.doctor import precision
-from miles_core.fingerprint import compare
-from miles_core.plan import make_plan
-from miles_core.quantized import serving_folder, serving_shards
-from miles_core.rank import TrainerRank
-from miles_core.rl import RLRun
+from miles_core.durable.fingerprint import compare
+from miles_core.run.dry_run import make_plan
+from miles_core.run.rl import RLRun
 from miles_quant import QuantError, Recipe, get_format
 from miles_quant.checkpoints.folder import ModelFolder
 from miles_train.config import TrainConfig

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from core_records import VOCAB, make_group
-from miles_core.batching import RankWork, plan_ranks
-from miles_core.rank import TrainerRank
+from miles_core.actors.trainer_rank import TrainerRank
+from miles_core.run.batching import RankWork, plan_ranks
 from miles_rollout.advantages import advantages_by_episode
 from miles_tito.records import Episode, Group, Trajectory
-from miles_tito.summary import summarize
+from miles_tito.records.summary import summarize
 from miles_train.config import LossConfig, Normalization, OptimizerConfig, TrainConfig
 
 WHOLE, SPLIT = 4096, 12

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miles_core import rundir
-from miles_core.checkpoints import Checkpoints
 from miles_core.config import Config, to_dict
+from miles_core.durable import rundir
+from miles_core.durable.checkpoints import Checkpoints
 from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
-from miles_core.resume import ResumeError
-from miles_core.rl import RLRun
+from miles_core.run.resume import ResumeError
+from miles_core.run.rl import RLRun
 from miles_rollout.fates import Fate, FateEvent
 
 

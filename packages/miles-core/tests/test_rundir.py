@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from miles_core import cli, rundir
-from miles_core.rundir import RunDirError
+from miles_core import cli
+from miles_core.durable import rundir
+from miles_core.durable.rundir import RunDirError
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from miles_core import rundir, sft
-from miles_core.batching import RankWork, plan_ranks
+from miles_core.actors.trainer_rank import TrainerRank
 from miles_core.config import CheckpointConfig, Config, ModelConfig, RunConfig, SftConfig
-from miles_core.loop import Trained
+from miles_core.durable import rundir
 from miles_core.monitor import MonitorConfig, build_monitor, read_metrics
-from miles_core.rank import TrainerRank
-from miles_core.resume import ResumeError
-from miles_core.sft import SftRun
-from miles_core.supervised import SupervisedSource
+from miles_core.run import sft
+from miles_core.run.batching import RankWork, plan_ranks
+from miles_core.run.demonstrations import SupervisedSource
+from miles_core.run.loop import Trained
+from miles_core.run.resume import ResumeError
+from miles_core.run.sft import SftRun
 from miles_train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from miles_train.errors import CheckpointError
 from miles_train.models import build_tiny

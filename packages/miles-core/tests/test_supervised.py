@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 from miles_core.config import SftConfig
-from miles_core.importing import ImportStringError
-from miles_core.supervised import DemonstrationError, SupervisedSource, imitate
-from miles_tito.families import choose_family
-from miles_tito.generation import join
-from miles_tito.merge import Joiner
-from miles_tito.messages import normalize
+from miles_core.run.demonstrations import DemonstrationError, SupervisedSource, imitate
+from miles_tito.engine.generation import join
 from miles_tito.records import Group, Prompt, Trajectory
-from miles_tito.session import Session
-from miles_tito.summary import GroupRef, summarize
+from miles_tito.records.summary import GroupRef, summarize
+from miles_tito.sessions.session import Session
+from miles_tito.shared.plugins import ImportStringError
 from miles_tito.testing import ScriptedEngine
-from miles_tito.tokenizer import Tokenizer, load_tokenizer
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.messages import normalize
+from miles_tito.tokens.tokenizer import Tokenizer, load_tokenizer
 from miles_train.models.tiny_tokenizer import save_tokenizer, train_tokenizer
 
 TOKENIZERS = Path(__file__).parents[4] / "shared" / "data" / "tokenizers"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from core_records import make_group
+from miles_core.durable.spool import SpoolWriter, fetch_groups
 from miles_core.ledger import Ledger
-from miles_core.spool import SpoolWriter, fetch_groups
-from miles_core.takeup import TakeUpError, take_up
+from miles_core.run.takeup import TakeUpError, take_up
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Prompt
-from miles_tito.summary import summarize
+from miles_tito.records.summary import summarize
 
 PROMPTS = [Prompt(id=f"p-g{i}") for i in range(6)]
 

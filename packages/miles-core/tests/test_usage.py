@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 
 import numpy as np
 import pytest
-from miles_core.metering import BusyMeter, Counters, MeteredEngine
-from miles_core.usage import Usage
-from miles_tito.generation import GenerateRequest, Generation
+from miles_core.monitor.metering import BusyMeter, Counters, MeteredEngine
+from miles_core.monitor.usage import Usage
+from miles_tito.engine.generation import GenerateRequest, Generation
 from miles_tito.records import Sampling
 from miles_tito.testing import Reply, ScriptedEngine
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miles_core import workers
+from miles_core.actors import rollout_worker as workers
+from miles_core.actors.rollout_worker import EnvError, RolloutWorker, build_env
+from miles_core.actors.session_server import SessionServer
 from miles_core.config import EnvConfig
-from miles_core.importing import ImportStringError
-from miles_core.serving import SessionServer
-from miles_core.spool import SpoolAddress, SpoolError, read_group, read_groups
-from miles_core.workers import EnvError, RolloutWorker, build_env
+from miles_core.durable.spool import SpoolAddress, SpoolError, read_group, read_groups
 from miles_rollout.config import RolloutConfig
 from miles_tito.records import Ctx, EpisodeResult, Group, Outcome, Policy, Prompt, Sampling
+from miles_tito.shared.plugins import ImportStringError
 
 
 class Sums:

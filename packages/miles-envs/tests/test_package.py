@@ -12,7 +12,7 @@ HEAVY = (
     "sympy",
     "math_verify",
     "reasoning_gym",
-    "miles_tito.server",
+    "miles_tito.server.app",
 )
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miles_tito.families import FAMILIES
-from miles_tito.merge import Joiner
-from miles_tito.tokenizer import Tokenizer
+from miles_tito.tokens.families import FAMILIES
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.tokenizer import Tokenizer
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 

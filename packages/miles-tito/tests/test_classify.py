@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from miles_tito import FinishReason, RequestError, Session, Tokenizer, Trajectory
-from miles_tito.families import choose_family
-from miles_tito.generation import Generation, one_version
-from miles_tito.hints import Hints, read_hints
-from miles_tito.merge import Joiner
-from miles_tito.messages import normalize
-from miles_tito.pick import pick_all, pick_leaves
+from miles_tito.engine.generation import Generation, one_version
+from miles_tito.sessions.hints import Hints, read_hints
+from miles_tito.sessions.pick import pick_all, pick_leaves
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.messages import normalize
 
 TOOLS = [{"type": "function", "function": {"name": "task", "parameters": {"type": "object", "properties": {}}}}]
 MAIN = Hints()

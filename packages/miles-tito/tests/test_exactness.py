@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from miles_tito import Session, Tokenizer, verify
-from miles_tito.generation import Generation, one_version
-from miles_tito.merge import Joiner, Setting
-from miles_tito.messages import normalize
-from miles_tito.pick import pick_all
+from miles_tito.engine.generation import Generation, one_version
 from miles_tito.records import FinishReason
-from miles_tito.supervised import supervised_trajectory
+from miles_tito.sessions.pick import pick_all
+from miles_tito.tokens.merge import Joiner, Setting
+from miles_tito.tokens.messages import normalize
+from miles_tito.tokens.supervised import supervised_trajectory
 from models_at_hand import MODELS, joiner_of
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from miles_tito import EngineError, FinishReason, Sampling, Tokenizer, VersionSpan
+from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.errors import RequestSwallowed
-from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.testing import Reply, ScriptedEngine
 
 
@@ -92,7 +92,7 @@ async def test_a_broken_stream_goes_on_behind_the_tokens_it_brought():
 
 
 async def test_a_connection_that_stays_broken_fails_after_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles_tito.generation.RETRY_FOR_S", 0.2)
+    monkeypatch.setattr("miles_tito.engine.generation.RETRY_FOR_S", 0.2)
     engine = ScriptedEngine(lambda asked: Reply(ids=[], error=BROKEN))
     with pytest.raises(EngineError, match="connection lost"):
         await whole(engine, request())
@@ -101,8 +101,8 @@ async def test_a_connection_that_stays_broken_fails_after_a_bounded_time(monkeyp
 
 
 async def test_time_in_which_a_call_was_held_back_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles_tito.generation.RETRY_FOR_S", 0.3)
-    monkeypatch.setattr("miles_tito.generation.MAX_COUNTED_S", 0.01)
+    monkeypatch.setattr("miles_tito.engine.generation.RETRY_FOR_S", 0.3)
+    monkeypatch.setattr("miles_tito.engine.generation.MAX_COUNTED_S", 0.01)
 
     async def script(asked: GenerateRequest) -> Reply:
         if len(engine.requests) == 2:
@@ -114,7 +114,7 @@ async def test_time_in_which_a_call_was_held_back_does_not_count_as_failing(monk
 
 
 async def test_an_engine_that_returns_after_many_failures_goes_on_with_the_turn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles_tito.generation.MAX_WAIT_S", 0.001)
+    monkeypatch.setattr("miles_tito.engine.generation.MAX_WAIT_S", 0.001)
     broken = [Reply(ids=[], error=BROKEN)] * 30
     engine = ScriptedEngine([Reply(ids=[1, 2], error=BROKEN), *broken, Reply(ids=[3, 4])])
     made = await whole(engine, request(), stream=True)
@@ -139,7 +139,7 @@ async def test_a_refusal_is_not_tried_again():
 
 
 async def test_endless_aborts_without_a_token_end_with_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles_tito.generation.MAX_EMPTY_ABORTS", 2)
+    monkeypatch.setattr("miles_tito.engine.generation.MAX_EMPTY_ABORTS", 2)
     engine = ScriptedEngine(lambda asked: Reply(ids=[], finish_reason=FinishReason.ABORT))
     with pytest.raises(EngineError, match="aborted 3 times in a row without a token"):
         await whole(engine, request())

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from miles_tito import RequestError, Session, TemplateError, Tokenizer, to_samples
-from miles_tito.families import FAMILIES, Family
-from miles_tito.families.base import ImageFormat
-from miles_tito.generation import Generation, one_version
-from miles_tito.images import counter_for
-from miles_tito.merge import Joiner
-from miles_tito.messages import message_key, normalize
+from miles_tito.engine.generation import Generation, one_version
 from miles_tito.records import Episode, FinishReason, Outcome
+from miles_tito.tokens.families import FAMILIES, Family
+from miles_tito.tokens.families.base import ImageFormat
+from miles_tito.tokens.images import counter_for
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.messages import message_key, normalize
 from models_at_hand import stand_in
 
 TEMPLATE = (

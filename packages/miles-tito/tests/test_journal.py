@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from miles_tito import SessionError, Tokenizer, Trajectory, create_app, wire
+from miles_tito import SessionError, Tokenizer, Trajectory, create_app
+from miles_tito.records import wire
 from miles_tito.testing import ScriptedEngine
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from miles_tito import EngineError, FinishReason, Outcome, Sampling, Session, Tokenizer, load_tokenizer, to_samples
-from miles_tito.families import choose_family
-from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
-from miles_tito.merge import Joiner
-from miles_tito.messages import normalize
+from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.records import Episode
-from miles_tito.supervised import supervised_trajectory
 from miles_tito.testing import Reply, ScriptedEngine
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.messages import normalize
+from miles_tito.tokens.supervised import supervised_trajectory
 
 OpenChat = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from miles_tito import Sample, SampleError, VersionSpan
-from miles_tito.layouts import to_slime, to_trl, to_verl
+from miles_tito.adapters.layouts import to_slime, to_trl, to_verl
 
 
 def sample(name: str, tokens: list[int], mask: list[int], **changes: Any) -> Sample:

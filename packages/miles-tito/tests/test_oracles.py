@@ -8,9 +8,9 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from miles_tito.families.channels import GRAMMARS, ChannelParser
-from miles_tito.families.parser import TurnParser
-from miles_tito.merge import Joiner, Setting
+from miles_tito.tokens.families.channels import GRAMMARS, ChannelParser
+from miles_tito.tokens.families.parser import TurnParser
+from miles_tito.tokens.merge import Joiner, Setting
 from models_at_hand import joiner_of
 
 TOOL: dict[str, Any] = {

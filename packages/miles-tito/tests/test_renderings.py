@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from miles_tito.merge import Setting
+from miles_tito.tokens.merge import Setting
 from models_at_hand import joiner_of
 
 TOOL: dict[str, Any] = {
@@ -234,7 +234,7 @@ def test_a_sampled_harmony_turn_and_its_tool_result_are_written_as_harmony_does(
     ],
 )
 def test_harmony_turns_are_read_as_harmony_reads_them(text: str, harmony: Any):
-    from miles_tito.families.channels import HARMONY, ChannelParser
+    from miles_tito.tokens.families.channels import HARMONY, ChannelParser
 
     h, encoding = harmony
     parser = ChannelParser(HARMONY, tools=True)

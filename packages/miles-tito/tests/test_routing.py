@@ -13,11 +13,8 @@ import pytest
 from hypothesis import given
 from miles_tito import RecordError, Session, Tokenizer, WireError
 from miles_tito.cli import main
-from miles_tito.families import choose_family
-from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
-from miles_tito.merge import Joiner
-from miles_tito.records import FinishReason, Sampling
-from miles_tito.routing import (
+from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
+from miles_tito.engine.routing import (
     ExpertLayout,
     RoutedDelta,
     RoutedExperts,
@@ -29,6 +26,9 @@ from miles_tito.routing import (
     read_engine,
     smallest_unsigned,
 )
+from miles_tito.records import FinishReason, Sampling
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
 
 QWEN3_30B = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
 DEEPSEEK = {"num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3}

@@ -20,8 +20,8 @@ from miles_tito import (
     Trajectory,
     TrajectoryKind,
     create_app,
-    wire,
 )
+from miles_tito.records import wire
 from miles_tito.testing import Reply, ScriptedEngine
 
 OpenChat = Callable[..., Any]

@@ -26,11 +26,11 @@ from miles_tito import (
     load_tokenizer,
     to_samples,
 )
-from miles_tito.families import choose_family
-from miles_tito.generation import Generation, one_version
-from miles_tito.merge import Joiner
-from miles_tito.messages import normalize
-from miles_tito.tree import Node
+from miles_tito.engine.generation import Generation, one_version
+from miles_tito.sessions.tree import Node
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.messages import normalize
 
 FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 Messages = list[dict[str, Any]]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from miles_tito import Tokenizer, TokenizerError, load_tokenizer, verify
 from miles_tito.cli import main
-from miles_tito.families import FAMILIES, choose_family
-from miles_tito.merge import Joiner
-from miles_tito.session import Session
+from miles_tito.sessions.session import Session
+from miles_tito.tokens.families import FAMILIES, choose_family
+from miles_tito.tokens.merge import Joiner
 from models_at_hand import MODELS, WITH_TOOLS, joiner_of, tokenizer_of
 
 WriteTokenizer = Callable[..., Path]
@@ -48,7 +48,7 @@ def test_the_same_seed_plays_the_same_conversations(tokenizer: Tokenizer):
 
 
 def _forget_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_tito.session.value_key", lambda value: secrets.token_bytes(16))
+    monkeypatch.setattr("miles_tito.sessions.session.value_key", lambda value: secrets.token_bytes(16))
 
 
 def _train_a_prompt_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_two_beginning_tokens_are_reported(tmp_path: Path, write_tokenizer: Writ
 def test_a_prompt_begins_with_one_beginning_token(name: str):
     """Whether or not the tokenizer itself would add one."""
     joiner = joiner_of(name)
-    from miles_tito.merge import Setting
+    from miles_tito.tokens.merge import Setting
 
     ids = joiner.start([{"role": "user", "content": "q"}], Setting())
     assert ids[0] == joiner.tokenizer.bos_id

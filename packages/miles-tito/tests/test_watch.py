@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from miles_tito import FinishReason, Sampling
+from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
+from miles_tito.engine.watch import WatchedEngine
 from miles_tito.errors import RequestSwallowed
-from miles_tito.generation import GenerateRequest, Generation, join, one_version, run_turn
-from miles_tito.watch import WatchedEngine
 
 QUICK = {"interval_s": 0.005, "patience_s": 0.02, "answer_s": 0.05}
 

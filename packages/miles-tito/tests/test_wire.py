@@ -30,9 +30,9 @@ from miles_tito import (
     VersionSpan,
     WireError,
     summarize,
-    wire,
 )
-from miles_tito.tensorfile import read_tensors, write_tensors
+from miles_tito.records import wire
+from miles_tito.shared.safetensors import read_tensors, write_tensors
 
 NAMES = st.text(min_size=1, max_size=12)
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)

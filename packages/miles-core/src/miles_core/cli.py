@@ -80,13 +80,13 @@ def _run(words: list[str], kind: Literal["rl", "sft"], *, is_dry: bool) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     sys.path[:0] = loaded.import_paths
     if is_dry:
-        from .plan import make_plan
+        from .run.dry_run import make_plan
 
         print(make_plan(loaded.config, kind))
         return DONE
-    from . import rundir
     from .config import to_dict
-    from .run import main as run_main
+    from .durable import rundir
+    from .run.command import main as run_main
 
     config = loaded.config
     run_dir = rundir.create(
@@ -100,7 +100,7 @@ def _run(words: list[str], kind: Literal["rl", "sft"], *, is_dry: bool) -> int:
 
 
 def _resume(options: argparse.Namespace, words: list[str]) -> int:
-    from .resume import resume
+    from .run.resume import resume
 
     return resume(
         Path(options.run),

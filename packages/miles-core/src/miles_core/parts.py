@@ -19,8 +19,8 @@ from miles_weightsync.config import PushConfig
 
 from .config import ModelConfig
 from .evaluation.dedicated import EvalServing
-from .loop import Sync, TrainerGroup
-from .metering import Counters
+from .monitor.metering import Counters
+from .run.loop import Sync, TrainerGroup
 
 logger = logging.getLogger(__name__)
 

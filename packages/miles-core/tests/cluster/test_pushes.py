@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from miles_core.actors.trainer_rank import Pushed
 from miles_core.cluster import trainers as trainers_module
 from miles_core.cluster.trainers import Trainers
 from miles_core.parts import TrainerLost
-from miles_core.rank import Pushed
 from miles_rollout.engines import EngineState, HealthConfig, Supervisor
 from miles_tito.errors import EngineError
 from miles_train.config import TrainConfig

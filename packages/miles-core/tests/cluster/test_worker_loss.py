@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from miles_core.actors.rollout_worker import WORKER_LOST
 from miles_core.cluster import respawn, workers
 from miles_core.cluster.respawn import PartLostError
 from miles_core.cluster.workers import Workers
 from miles_core.config import Config
-from miles_core.rundir import RunDir
-from miles_core.workers import WORKER_LOST
+from miles_core.durable.rundir import RunDir
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.config import RolloutConfig
 from miles_rollout.fates import Fate

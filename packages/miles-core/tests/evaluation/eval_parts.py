@@ -12,7 +12,7 @@ from miles_core.evaluation.config import DatasetConfig
 from miles_core.evaluation.points import EvalLog
 from miles_core.evaluation.scoring import Conversations, Scorer
 from miles_tito.records import Prompt, Sampling
-from miles_tito.summary import GroupRef, summarize
+from miles_tito.records.summary import GroupRef, summarize
 
 
 class Told:

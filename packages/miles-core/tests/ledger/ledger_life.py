@@ -8,7 +8,7 @@ from dataclasses import replace
 from miles_core.ledger import Ledger
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import FailedAttempt, Outcome
-from miles_tito.summary import EpisodeSummary, GroupRef, TrajectorySummary
+from miles_tito.records.summary import EpisodeSummary, GroupRef, TrajectorySummary
 
 
 def event(name: str, fate: Fate, *, version: int = 0, reason: str = "", **more: object) -> FateEvent:

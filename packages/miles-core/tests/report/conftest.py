@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from miles_core.durable.spool import SpoolWriter
 from miles_core.monitor import JsonlMonitor, RunSummary
-from miles_core.spool import SpoolWriter
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan
 from tokenizers import Tokenizer, decoders, models
 

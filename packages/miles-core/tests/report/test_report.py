@@ -12,15 +12,15 @@ from html.parser import HTMLParser
 import pytest
 from core_records import make_group
 from miles_core import report
+from miles_core.durable.spool import SpoolWriter
 from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.report.charts import by_lag, main_charts, other_charts, thin
 from miles_core.report.conversations import pick
 from miles_core.report.read import _sparse, read_run
-from miles_core.spool import SpoolWriter
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Episode, Group, Outcome
-from miles_tito.summary import summarize
+from miles_tito.records.summary import summarize
 
 HOSTILE = '</i></p><script>alert(1)</script><img src=x onerror="alert(2)">\u202egnihsihp'
 
@@ -187,7 +187,7 @@ def test_a_damaged_ledger_becomes_a_note(make_run):
 
 
 def _groups_of(run):
-    from miles_core.spool import read_groups
+    from miles_core.durable.spool import read_groups
 
     return read_groups(run / "trajectories" / "worker-0.000.spool")
 

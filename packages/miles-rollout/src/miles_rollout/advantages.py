@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from miles_tito import Group, GroupRef, Sample
-from miles_tito.export import to_samples
+from miles_tito.records.samples import to_samples
 
 from .errors import AdvantageError
 from .filters import has_spread

@@ -36,7 +36,7 @@ from miles_tito import (
     Trajectory,
     summarize,
 )
-from miles_tito.export import mask_older_versions
+from miles_tito.records.samples import mask_older_versions
 
 from .config import RolloutConfig
 from .errors import RolloutConfigError

@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 from miles_rollout.engines import EngineConfig, EngineControl, EngineServer
-from miles_rollout.router import ROUTING_KEY, Router
+from miles_rollout.engines.router import ROUTING_KEY, Router
 from miles_tito import EngineError, FinishReason, Sampling, SGLangEngine
-from miles_tito.generation import GenerateRequest, Generation, join, run_turn
-from miles_tito.watch import WatchedEngine
+from miles_tito.engine.generation import GenerateRequest, Generation, join, run_turn
+from miles_tito.engine.watch import WatchedEngine
 
 pytestmark = [
     pytest.mark.sglang,

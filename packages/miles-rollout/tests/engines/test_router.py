@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from miles_rollout.engines import EngineStartError, EngineVersionError
-from miles_rollout.router import ROUTING_KEY, Router
+from miles_rollout.engines.router import ROUTING_KEY, Router
 from miles_tito import EngineError
 
 needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason="smg is not installed")
@@ -157,7 +157,7 @@ def test_stop_leaves_no_process_and_calls_say_that_it_ended(router: Router):
 
 @needs_smg
 def test_a_router_that_cannot_start_shows_its_log(router: Router, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles_rollout.router.OPTIONS", ("--no-such-option",))
+    monkeypatch.setattr("miles_rollout.engines.router.OPTIONS", ("--no-such-option",))
     with pytest.raises(EngineStartError, match=r"exited with status \d+[\s\S]*no-such-option"):
         router.start()
 

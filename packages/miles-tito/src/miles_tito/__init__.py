@@ -17,7 +17,6 @@ from .errors import (
     TokenizerError,
     WireError,
 )
-from .export import to_samples
 from .records import (
     UNKNOWN_VERSION,
     Ctx,
@@ -37,31 +36,32 @@ from .records import (
     TrajectoryKind,
     VersionSpan,
 )
-from .summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
+from .records.samples import to_samples
+from .records.summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
 
 if TYPE_CHECKING:
+    from .adapters.layouts import to_slime, to_trl, to_verl
     from .client import SessionClient
-    from .engine import SGLangEngine
-    from .layouts import to_slime, to_trl, to_verl
-    from .probe import Finding, probe_template
-    from .server import create_app
-    from .session import Session
-    from .tokenizer import Tokenizer, load_tokenizer
+    from .engine.sglang import SGLangEngine
+    from .server.app import create_app
+    from .sessions.session import Session
+    from .tokens.probe import Finding, probe_template
+    from .tokens.tokenizer import Tokenizer, load_tokenizer
     from .verification import Report, verify
 
 _LAZY = {
-    "Finding": "probe",
+    "Finding": "tokens.probe",
     "Report": "verification",
-    "SGLangEngine": "engine",
-    "Session": "session",
+    "SGLangEngine": "engine.sglang",
+    "Session": "sessions.session",
     "SessionClient": "client",
-    "Tokenizer": "tokenizer",
-    "create_app": "server",
-    "load_tokenizer": "tokenizer",
-    "probe_template": "probe",
-    "to_slime": "layouts",
-    "to_trl": "layouts",
-    "to_verl": "layouts",
+    "Tokenizer": "tokens.tokenizer",
+    "create_app": "server.app",
+    "load_tokenizer": "tokens.tokenizer",
+    "probe_template": "tokens.probe",
+    "to_slime": "adapters.layouts",
+    "to_trl": "adapters.layouts",
+    "to_verl": "adapters.layouts",
     "verify": "verification",
 }
 """Names whose modules load more than records need."""

@@ -114,14 +114,14 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    from .engine import SGLangEngine
+    from .engine.pool import EnginePool
+    from .engine.routing import ExpertLayout
+    from .engine.sglang import SGLangEngine
+    from .engine.watch import WatchedEngine
     from .errors import RecordError
-    from .pool import EnginePool
     from .records import Sampling
-    from .routing import ExpertLayout
-    from .server import create_app, serve
-    from .tokenizer import load_tokenizer, read_max_context
-    from .watch import WatchedEngine
+    from .server.app import create_app, serve
+    from .tokens.tokenizer import load_tokenizer, read_max_context
 
     experts = ExpertLayout.from_folder(args.tokenizer) if args.routed_experts else None
     if args.routed_experts and experts is None:

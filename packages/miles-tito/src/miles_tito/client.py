@@ -11,9 +11,9 @@ from urllib.parse import quote
 import msgspec
 
 from .errors import SessionError
-from .http import Http
 from .records import Policy, Sample, Sampling, Trajectory
-from .wire import decode_many, decode_samples
+from .records.wire import decode_many, decode_samples
+from .shared.http import Http
 
 _MAX_WAIT_S = 2.0
 """Longest wait between two sendings of one call."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .engine.generation import GenerateRequest, Generation, join, one_version
 from .errors import EngineError
-from .generation import GenerateRequest, Generation, join, one_version
 from .records import FinishReason
-from .tokenizer import Tokenizer
+from .tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ Logits = Callable[[np.ndarray], np.ndarray]
 
 
 class ScriptedEngine:
-    """Implements `miles_tito.generation.Engine`.
+    """Implements `miles_tito.engine.generation.Engine`.
 
     Attributes:
         version: weights that the tokens sampled from now on come from.

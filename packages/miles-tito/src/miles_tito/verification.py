@@ -19,16 +19,16 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from .engine.generation import Generation, one_version
 from .errors import MilesError
-from .families import Family, choose_family
-from .generation import Generation, one_version
-from .merge import PROBE_TOOL, Joiner, Setting
-from .messages import normalize
-from .probe import Finding, called, message_forms, probe_template, said, takes_results
 from .records import FinishReason, Message
-from .session import Session
-from .tokenizer import Tokenizer, load_tokenizer
-from .tree import Node
+from .sessions.session import Session
+from .sessions.tree import Node
+from .tokens.families import Family, choose_family
+from .tokens.merge import PROBE_TOOL, Joiner, Setting
+from .tokens.messages import normalize
+from .tokens.probe import Finding, called, message_forms, probe_template, said, takes_results
+from .tokens.tokenizer import Tokenizer, load_tokenizer
 
 _NOW = datetime(2026, 1, 2, 3, 4)
 _WHITESPACE = {"plain": "{}", "edge whitespace": " \n\t{} \n\n"}

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
+from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version
 from miles_tito.errors import EngineError, RequestSwallowed
-from miles_tito.generation import GenerateRequest, Generation, join, one_version
 from miles_tito.records import FinishReason
 
 from . import language
@@ -125,7 +125,7 @@ class ScriptedServer:
 
 
 class Router:
-    """Sends each call to a serving engine; implements `miles_tito.generation.Engine` and `supervisor.Routing`."""
+    """Sends each call to a serving engine; implements tito's `Engine` and `supervisor.Routing`."""
 
     def __init__(self, servers: Sequence[ScriptedServer], world: World) -> None:
         self._servers = {server.url: server for server in servers}

@@ -12,7 +12,7 @@ from typing import Any
 from miles_tito.records import Prompt
 
 from miles_core.config import Config
-from miles_core.rundir import RunDir
+from miles_core.durable.rundir import RunDir
 
 from .record import Record, WeightTree
 from .trainers import TrainerState, read_state

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 
-from miles_tito.families import choose_family
-from miles_tito.merge import Joiner
-from miles_tito.tokenizer import Tokenizer
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.tokenizer import Tokenizer
 
 MAX_NODES = 1024
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

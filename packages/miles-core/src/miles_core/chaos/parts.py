@@ -9,9 +9,9 @@ from miles_rollout.engines.health import HealthConfig
 from miles_rollout.engines.supervisor import Supervisor
 
 from miles_core.config import Config
+from miles_core.durable.rundir import RunDir
 from miles_core.evaluation.dedicated import EvalServing
 from miles_core.parts import Note
-from miles_core.rundir import RunDir
 
 from .engines import Probe, Router, ScriptedServer
 from .environment import ScriptedEnv

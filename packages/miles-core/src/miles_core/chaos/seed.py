@@ -13,7 +13,7 @@ from miles_tito.errors import MilesError
 
 from miles_core.config import Config
 from miles_core.ledger import why
-from miles_core.rl import MAX_TRAINER_RESTARTS
+from miles_core.run.rl import MAX_TRAINER_RESTARTS
 
 from .check import check
 from .environment import ScriptedEnv

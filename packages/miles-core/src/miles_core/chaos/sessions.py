@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from miles_tito.dialects.base import TurnRequest
 from miles_tito.errors import EngineError, SessionError
-from miles_tito.live import LiveSession, as_request_error, digest_key
 from miles_tito.records import Message, Policy, Sampling, Trajectory
-from miles_tito.session import Session
-from miles_tito.store import SessionStore
+from miles_tito.server.dialects.base import TurnRequest
+from miles_tito.server.live import LiveSession, as_request_error, digest_key
+from miles_tito.server.store import SessionStore
+from miles_tito.sessions.session import Session
 
-from miles_core.metering import Counters, MeteredEngine
+from miles_core.monitor.metering import Counters, MeteredEngine
 
 from . import language
 from .engines import Router

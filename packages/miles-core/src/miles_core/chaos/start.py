@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_core import rl
 from miles_core.config import Config
+from miles_core.durable.rundir import RunDir
 from miles_core.errors import cause
 from miles_core.monitor import build_monitor
-from miles_core.rundir import RunDir
+from miles_core.run import rl
 
 from .clock import StuckError, VirtualLoop, run
 from .disk import KILLED, Disk, kill

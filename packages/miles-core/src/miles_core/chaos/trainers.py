@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from miles_tito.records import Group, Trajectory
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_train.errors import CheckpointError
 from miles_weightsync.config import PushConfig
 
-from miles_core.batching import AdvantagesByEpisode, RankWork
+from miles_core.actors.trainer_rank import Pushed
 from miles_core.cluster.trainers import Trainers
 from miles_core.cluster.turns import Turns
 from miles_core.config import ModelConfig
-from miles_core.loop import Trained
+from miles_core.durable.spool import fetch_groups
 from miles_core.parts import TrainerLost
-from miles_core.rank import Pushed
-from miles_core.spool import fetch_groups
+from miles_core.run.batching import AdvantagesByEpisode, RankWork
+from miles_core.run.loop import Trained
 
 from . import language
 from .clock import VirtualLoop

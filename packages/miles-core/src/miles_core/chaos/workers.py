@@ -9,11 +9,11 @@ from miles_rollout.dispatch import LeastBusy, RunGroup
 from miles_rollout.worker import Worker
 from miles_tito.errors import MilesError
 from miles_tito.records import Prompt, Sampling
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 
+from miles_core.actors.rollout_worker import MAX_LOSSES, RolloutWorker, lost_group
 from miles_core.config import Config
-from miles_core.rundir import RunDir
-from miles_core.workers import MAX_LOSSES, RolloutWorker, lost_group
+from miles_core.durable.rundir import RunDir
 
 from .environment import ScriptedEnv
 from .sessions import ScriptedSessions

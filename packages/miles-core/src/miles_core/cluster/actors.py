@@ -12,23 +12,23 @@ import ray
 from miles_quant.recipe.recipe import Recipe
 from miles_rollout.config import RolloutConfig
 from miles_rollout.engines import AttachedServer, EngineConfig, EngineServer
-from miles_rollout.router import Router
+from miles_rollout.engines.router import Router
 from miles_tito.records import Prompt, Sampling
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 from ray.exceptions import ObjectLostError
 
-from miles_core.batching import RankWork
+from miles_core.actors.model_folder import prepare_model_folder
+from miles_core.actors.rollout_worker import RolloutWorker, build_env
+from miles_core.actors.session_server import SessionServer
+from miles_core.actors.trainer_rank import Pushed, TrainerRank
 from miles_core.config import EnvConfig, ModelConfig, SftConfig
-from miles_core.loop import Trained
-from miles_core.metering import Counters
-from miles_core.model import prepare_model_folder
-from miles_core.rank import Pushed, TrainerRank
-from miles_core.serving import SessionServer
-from miles_core.spool import fetch_groups
-from miles_core.supervised import SupervisedSource
-from miles_core.workers import RolloutWorker, build_env
+from miles_core.durable.spool import fetch_groups
+from miles_core.monitor.metering import Counters
+from miles_core.run.batching import RankWork
+from miles_core.run.demonstrations import SupervisedSource
+from miles_core.run.loop import Trained
 
 ENGINE_CALLS = 16
 """Calls at once on the actor of an engine or the router: some last as long as it lives."""
@@ -50,7 +50,7 @@ class TrainerActor:
         """What engines start from."""
         if self._recipe is None:
             return model
-        from miles_core.quantized import serving_folder
+        from miles_core.actors.low_precision import serving_folder
 
         return serving_folder(self._recipe, model=model, out=out)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from miles_rollout.dispatch import RunGroup
 from miles_rollout.engines import EngineControl
 
+from miles_core.actors.model_folder import context_limit
 from miles_core.config import Config
-from miles_core.model import context_limit
+from miles_core.durable.rundir import RunDir
 from miles_core.parts import Note, stop_parts
-from miles_core.rundir import RunDir
 
 from .fleet import Fleet
 from .sessions import SessionServers

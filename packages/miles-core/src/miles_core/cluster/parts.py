@@ -10,8 +10,8 @@ from miles_rollout.engines import EngineConfig
 from miles_weightsync.config import LOADER, PushConfig
 
 from miles_core.config import Config
+from miles_core.durable.rundir import RunDir
 from miles_core.parts import Note
-from miles_core.rundir import RunDir
 
 from .evaluation import EvalEngines
 from .fleet import Fleet

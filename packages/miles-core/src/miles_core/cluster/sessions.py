@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from miles_core.metering import Counters
+from miles_core.monitor.metering import Counters
 from miles_core.parts import Note
 
 from . import actors

@@ -13,17 +13,17 @@ import ray
 from miles_quant.recipe.recipe import Recipe
 from miles_rollout.engines import Supervisor, resolve_device
 from miles_tito.errors import EngineError
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 from miles_weightsync.errors import SyncError
 from ray.exceptions import RayActorError
 
-from miles_core.batching import AdvantagesByEpisode, RankWork, plan_ranks
+from miles_core.actors.trainer_rank import Pushed
 from miles_core.config import ModelConfig
-from miles_core.loop import Trained
 from miles_core.parts import TrainerLost
-from miles_core.rank import Pushed
+from miles_core.run.batching import AdvantagesByEpisode, RankWork, plan_ranks
+from miles_core.run.loop import Trained
 
 from . import actors
 from .processes import STOP_S, spawn

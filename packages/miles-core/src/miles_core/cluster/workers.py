@@ -10,13 +10,13 @@ from typing import Any
 import ray
 from miles_rollout.dispatch import LeastBusy, RunGroup
 from miles_tito.records import Prompt, Sampling
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 from ray.exceptions import RayActorError
 
+from miles_core.actors.rollout_worker import MAX_LOSSES, lost_group
 from miles_core.config import Config
+from miles_core.durable.rundir import RunDir
 from miles_core.parts import Note
-from miles_core.rundir import RunDir
-from miles_core.workers import MAX_LOSSES, lost_group
 
 from . import actors
 from .processes import spawn, stop_all

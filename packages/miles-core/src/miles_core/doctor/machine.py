@@ -13,7 +13,7 @@ from pathlib import Path
 from miles_rollout.engines import is_port_free
 
 from miles_core.config import Config
-from miles_core.plan import available_memory, disk_bytes, list_processes, read_shape
+from miles_core.run.dry_run import available_memory, disk_bytes, list_processes, read_shape
 
 from .finding import Finding
 

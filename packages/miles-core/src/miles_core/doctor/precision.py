@@ -7,7 +7,7 @@ from pathlib import Path
 
 from miles_core.config import Config
 from miles_core.config.schema import SectionError
-from miles_core.plan import quant_line
+from miles_core.run.dry_run import quant_line
 
 from .finding import Finding
 

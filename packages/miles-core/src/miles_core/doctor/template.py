@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_tito.errors import MilesError
-from miles_tito.families import choose_family
-from miles_tito.probe import probe_template
-from miles_tito.tokenizer import load_tokenizer
+from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.probe import probe_template
+from miles_tito.tokens.tokenizer import load_tokenizer
 
 from .finding import Finding
 

@@ -9,8 +9,8 @@ from miles_rollout.dispatch import RunGroup
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt
 
+from miles_core.durable.rundir import RunDir
 from miles_core.monitor import Monitor
-from miles_core.rundir import RunDir
 
 from .background import BackgroundEvaluator, Snapshots, SnapshotScorer
 from .config import EvalConfig

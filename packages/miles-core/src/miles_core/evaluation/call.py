@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from miles_core.importing import call
+from miles_tito.shared.plugins import call
 
 
 def main(target: str, snapshot: str, step: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from miles_rollout.dispatch import RunGroup
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt, Sampling
-from miles_tito.summary import GroupRef
+from miles_tito.records.summary import GroupRef
 
 from .failures import why
 from .points import EvalLog

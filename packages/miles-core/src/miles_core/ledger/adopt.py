@@ -6,7 +6,7 @@ import logging
 from collections.abc import Container
 from pathlib import Path
 
-from miles_core.spool import SpoolAddress, SpoolError, read_group, read_ids, spooled
+from miles_core.durable.spool import SpoolAddress, SpoolError, read_group, read_ids, spooled
 
 from .writer import Ledger
 

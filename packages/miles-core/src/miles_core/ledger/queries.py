@@ -6,7 +6,7 @@ import sqlite3
 
 from miles_rollout.fates import Fate, FateCounts
 
-from miles_core.spool import SpoolAddress
+from miles_core.durable.spool import SpoolAddress
 
 from .records import Limits, OpenGroup, PendingRetry
 from .versions import effective_version, effective_versions

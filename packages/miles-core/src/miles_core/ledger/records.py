@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from miles_core.spool import SpoolAddress
+from miles_core.durable.spool import SpoolAddress
 
 from .versions import effective_versions
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from miles_rollout.fates import Fate, FateCounts, FateEvent
 from miles_rollout.policies import MASKED_EPISODES
-from miles_tito.summary import EpisodeSummary, GroupRef
+from miles_tito.records.summary import EpisodeSummary, GroupRef
 
 from . import queries
 from .errors import LedgerError

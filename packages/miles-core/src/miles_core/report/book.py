@@ -9,8 +9,8 @@ from pathlib import Path
 from miles_tito.errors import MilesError
 from miles_tito.records import Group
 
+from miles_core.durable.spool import read_group
 from miles_core.ledger import LEDGER, reading, trained_over_the_run
-from miles_core.spool import read_group
 
 from .course import Course, read_course
 from .discards import Discarded, read_discards

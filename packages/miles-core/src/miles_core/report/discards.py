@@ -11,7 +11,7 @@ from typing import Any
 from miles_rollout.fates import Fate
 from miles_tito.records import Group
 
-from miles_core.spool import SpoolAddress, SpoolError, read_group
+from miles_core.durable.spool import SpoolAddress, SpoolError, read_group
 
 from .conversations import Shown, episode, pick
 from .fates import Ended, Fates

@@ -12,9 +12,9 @@ from miles_tito.errors import MilesError
 from miles_tito.records import Group
 from tokenizers import Tokenizer
 
+from miles_core.durable.spool import read_groups
 from miles_core.monitor.jsonl import DISCARDED_FILE, read_metrics, read_summary
 from miles_core.monitor.summary import RunSummary
-from miles_core.spool import read_groups
 
 from .book import MOMENTS, Book, read_book
 from .conversations import Shown, pick

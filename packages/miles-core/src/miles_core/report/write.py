@@ -9,9 +9,9 @@ from pathlib import Path
 
 from miles_tito.errors import MilesError
 
+from miles_core.durable.rundir import CONFIG
 from miles_core.ledger import LEDGER
 from miles_core.monitor.jsonl import METRICS_FILE
-from miles_core.rundir import CONFIG
 
 from . import compare_page
 from .charts import by_lag, main_charts, other_charts, thin, warm_up_charts

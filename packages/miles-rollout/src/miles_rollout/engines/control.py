@@ -1,4 +1,4 @@
-"""The control side of one server: pause, resume, abort, versions, load. Generation is `miles_tito.engine`'s."""
+"""The control side of one server: pause, resume, abort, versions, load. Generation is `miles_tito.engine.sglang`'s."""
 
 from __future__ import annotations
 

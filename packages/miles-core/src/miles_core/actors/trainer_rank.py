@@ -1,0 +1,168 @@
+"""One trainer rank as the loop uses it: builds its batches from groups, trains, pushes its own shards.
+
+A plain class: `cluster.actors.TrainerActor` only gives it a process. Heavy libraries are imported inside, so that the
+driver can import this module without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles_quant.recipe.recipe import Recipe
+from miles_tito.records import Group, Sample
+from miles_tito.records.samples import to_samples
+from miles_train.batch import Batch, make_batch
+from miles_train.config import TrainConfig
+from miles_weightsync.config import PushConfig
+from miles_weightsync.errors import SyncError
+
+from miles_core.run.batching import OptimizerStep, RankWork
+from miles_core.run.loop import Trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """How one push ended."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of a push that reached every engine."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Engines that do not serve the version, with the reason; the others do."""
+
+
+class TrainerRank:
+    """Rank `rank` of `config.ranks`; `setup` may be called again to train another model in the same process.
+
+    Args:
+        recipe: the low precision that this rank trains in, and that engines get; None for `config.dtype`.
+    """
+
+    def __init__(self, *, rank: int, recipe: Recipe | None = None) -> None:
+        self._rank = rank
+        self._given = recipe
+        self._recipe = recipe
+        self._trainer: Any = None
+        self._pusher: Any = None
+        self._config = TrainConfig()
+
+    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Any:
+        """Load `model` and join the other ranks; returns the trainer's `Layout`.
+
+        Raises:
+            QuantError: the recipe does not fit the model, or not the number of ranks.
+        """
+        from miles_train.fsdp import FSDPTrainer
+
+        self.close()
+        self._config = config
+        self._trainer = FSDPTrainer(model, rank=self._rank, init_method=init_method)
+        if self._given is None:
+            return self._trainer.setup(config)
+        from .low_precision import set_up
+
+        layout, self._recipe = set_up(self._trainer, config, recipe=self._given, model=model)
+        return layout
+
+    def connect(self, *, engines: Sequence[str], config: PushConfig) -> None:
+        """Name the engines that `push` serves. Collective."""
+        from miles_weightsync.push import Pusher
+
+        self._close_pusher()
+        self._pusher = Pusher(engines, config=config)
+
+    def train(self, work: RankWork, groups: Sequence[Group]) -> Trained:
+        """One batch: `groups[i]` belongs to `work.handles[i]`."""
+        batches = [self._batch(step, groups) for step in work.steps]
+        result = self._trainer.train(batches)
+        return Trained(version=result.version, metrics=dict(result.metrics))
+
+    def push(self, version: int, engines: Sequence[str]) -> Pushed:
+        """Send this rank's shards to `engines`. Collective.
+
+        Raises:
+            SyncError: it failed before it reached any engine.
+        """
+        self._pusher.set_engines(engines)
+        try:
+            report = self._pusher.push(self._shards(), version=version)
+        except SyncError as error:
+            if not error.engines:
+                raise
+            return Pushed(failed={e.url: f"{e.phase}: {e.error}" for e in error.engines if not e.ok})
+        return Pushed(metrics=dict(report.metrics))
+
+    def begin_save(self, path: Path) -> None:
+        """Copy what a checkpoint holds to host memory; it is written behind training. Collective.
+
+        Raises:
+            CheckpointError: the one before has not been finished.
+        """
+        self._trainer.begin_save(path)
+
+    def finish_save(self) -> None:
+        """Wait until it is durable on every rank; beside `train`, in a thread of its own.
+
+        Raises:
+            CheckpointError: some rank could not write it.
+        """
+        self._trainer.finish_save()
+
+    def load(self, path: Path) -> None:
+        """Weights, moments, schedule, random states and version of a checkpoint. Collective.
+
+        Raises:
+            CheckpointError: it is absent, incomplete or of another model.
+        """
+        self._trainer.load(path)
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder of the master weights. Collective."""
+        self._trainer.export_hf(path)
+
+    def export_serving(self, path: Path) -> None:
+        """Write a Hugging Face folder of what engines hold. Collective."""
+        if self._recipe is None:
+            self.export(path)
+            return
+        from .low_precision import export_serving
+
+        export_serving(self._trainer, path, recipe=self._recipe, dtype=self._config.dtype, rank=self._rank)
+
+    def close(self) -> None:
+        self._close_pusher()
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    def _shards(self) -> Iterable[Any]:
+        """What engines get of this rank. Collective."""
+        if self._recipe is None:
+            return self._trainer.shards()
+        from .low_precision import serving_shards
+
+        return serving_shards(self._trainer, self._recipe)
+
+    def _close_pusher(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+            self._pusher = None
+
+    def _batch(self, step: OptimizerStep, groups: Sequence[Group]) -> Batch:
+        samples: dict[tuple[int, int], dict[str, Sample]] = {}
+
+        def sample(group: int, episode: int, trajectory: int, advantage: float) -> Sample:
+            record = groups[group].episodes[episode]
+            if (group, episode) not in samples:
+                samples[group, episode] = {s.id: s for s in to_samples(record, advantage)}
+            return samples[group, episode][record.trajectories[trajectory].id]
+
+        loss = self._config.loss
+        return make_batch(
+            [[sample(r.group, r.episode, r.trajectory, r.advantage) for r in rows] for rows in step.micro_batches],
+            step.totals,
+            normalization=loss.normalization,
+            max_tokens=loss.max_tokens,
+        )

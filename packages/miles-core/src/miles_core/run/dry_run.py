@@ -1,0 +1,343 @@
+"""What a run would start, where, and how much memory it would take: `--dry-run`.
+
+The estimate counts weights, gradients, optimizer state, KV cache and activations. It leaves out the libraries
+themselves (about a gigabyte for each process that imports torch) and what an environment allocates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from miles_quant import QuantError, Recipe
+from miles_rollout.engines import EngineConfig, resolve_device
+from miles_tito.shared.plugins import load
+from miles_train.config import TrainConfig
+
+from miles_core.config.schema import Config, SectionError
+from miles_core.evaluation.config import is_import_string
+
+GIB = 2**30
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CPU_KV_TOKENS = 32768
+"""KV cache of an engine on a CPU, see `EngineConfig.max_total_tokens`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What memory depends on."""
+
+    num_parameters: int
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One kind of process of the run."""
+
+    name: str
+    count: int
+    device: Literal["cpu", "cuda"]
+    note: str
+    parts: Mapping[str, float]
+    """What takes memory -> bytes in one process; empty where it is little or unknown."""
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+def make_plan(config: Config, kind: Literal["rl", "sft"]) -> str:
+    """The plan as text. Import strings are resolved, so a missing module is told here and not by a worker.
+
+    Raises:
+        ImportStringError: an import string of the configuration leads nowhere.
+        SectionError: the recipe of `[quant]` does not fit the model.
+    """
+    resolve_imports(config)
+    shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
+    processes = list_processes(config, kind, shape)
+    head = [_headline(config, kind), _model_line(config, shape)]
+    if config.quant is not None:
+        head.append(
+            quant_line(config.quant, Path(config.model.path).expanduser() if shape and config.model.path else None)
+        )
+    lines = [*head, "", *_table(processes), _total(processes)]
+    return "\n".join([*lines, _checkpoint_line(config, shape)])
+
+
+def resolve_imports(config: Config) -> None:
+    """Import everything that the configuration names by `module:attribute`."""
+    named = {
+        "env.target": config.env.target,
+        "model.builder": config.model.builder,
+        "sft.data": config.sft.data,
+        "rollout.advantage": config.rollout.advantage,
+        "rollout.filter": config.rollout.filter,
+        "eval.external": config.eval.external if is_import_string(config.eval.external or "") else None,
+        "rollout.failure_policy": config.rollout.failure_policy,
+        "rollout.put_policy": config.rollout.put_policy,
+        "rollout.take_policy": config.rollout.take_policy,
+        "train.loss.kind": config.train.loss.kind,
+    }
+    shipped = ("env.target", "model.builder", "sft.data")
+    for key, target in named.items():
+        if target is not None and (":" in target or key in shipped):
+            load(target, what=key)
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """The shape of a Hugging Face folder; None where it has no config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    shape = {
+        "num_layers": int(config["num_hidden_layers"]),
+        "hidden": hidden,
+        "intermediate": int(config.get("intermediate_size") or 4 * hidden),
+        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or hidden // heads),
+    }
+    return ModelShape(
+        num_parameters=sum(map(math.prod, stored_shapes(folder).values())) or _computed_parameters(config, shape),
+        **shape,
+    )
+
+
+def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape | None) -> list[Process]:
+    """Every process of the run, the driver last."""
+    device = resolve_device(config.train.device)
+    trainer = Process(
+        name="trainer rank",
+        count=config.train.ranks,
+        device=device,
+        note=f"{config.train.backend}, {config.train.dtype}, {_threads(config.train.threads)}",
+        parts=trainer_memory(config.train, shape, device=device) if shape else {},
+    )
+    driver = Process(name="driver, Ray", count=1, device="cpu", note="loop, monitors, ledger", parts={})
+    if kind == "sft":
+        return [trainer, driver]
+    engines = [_engine(name, engine, config.train, shape) for name, engine in config.engines.items()]
+    routers = [
+        Process(name=f"router {name}", count=1, device="cpu", note="smg", parts={})
+        for name, engine in config.engines.items()
+        if engine.num_servers > 1
+    ]
+    sessions = Process(
+        name="session server", count=config.sessions.count, device="cpu", note="records tokens", parts={}
+    )
+    workers = Process(
+        name="worker",
+        count=config.workers.count,
+        device="cpu",
+        note=f"{config.rollout.max_concurrent_episodes} episodes at once over all",
+        parts={},
+    )
+    return [trainer, *engines, *routers, sessions, workers, *_evaluation(config), driver]
+
+
+def _evaluation(config: Config) -> list[Process]:
+    """What evaluation has of its own, its engines aside."""
+    match config.eval.mode if config.eval.enabled else "shared":
+        case "dedicated":
+            return [
+                Process(name="session server", count=1, device="cpu", note="of the evaluation", parts={}),
+                Process(name="worker", count=1, device="cpu", note="of the evaluation", parts={}),
+            ]
+        case "external":
+            return [Process(name="evaluation", count=1, device="cpu", note="while one runs", parts={})]
+        case "shared":
+            return []
+
+
+def trainer_memory(train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
+    """Bytes of one rank by what takes them, on its device."""
+    width, master = _BYTES[train.dtype], _BYTES[train.master_dtype]
+    sharded = shape.num_parameters / train.ranks
+    per_layer = shape.hidden if train.activation_checkpointing else 10 * shape.hidden + 4 * shape.intermediate
+    parts = {
+        "weights": sharded * master,
+        "gradients": sharded * master,
+        "AdamW": 2 * sharded * master,
+        "activations": float(width * train.token_budget * shape.num_layers * per_layer),
+        "logits": 3.0 * train.logit_chunk_mb * 2**20,
+    }
+    if train.loss.needs_reference:
+        parts["reference"] = sharded * width
+    if width != master:
+        parts["a layer in " + train.dtype] = shape.num_parameters * width / shape.num_layers
+    if device == "cpu":  # of a GPU it lies in host memory
+        parts["copy for checkpoints"] = checkpoint_bytes(train, shape) / train.ranks
+    return parts
+
+
+def checkpoint_bytes(train: TrainConfig, shape: ModelShape) -> float:
+    """Size of one checkpoint on disk: weights and the two moments of AdamW in the optimizer's type."""
+    return 3.0 * shape.num_parameters * _BYTES[train.master_dtype]
+
+
+def disk_bytes(config: Config, shape: ModelShape) -> float:
+    """What checkpoints take at most: those that are kept, and the one that is being written."""
+    kept = config.checkpoint.keep
+    if config.checkpoint.keep_every is not None:
+        kept += config.run.steps // config.checkpoint.keep_every
+    return (kept + 1) * checkpoint_bytes(config.train, shape)
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes free where `directory` is, or will be made."""
+    places = (directory.expanduser().absolute(), *directory.expanduser().absolute().parents)
+    return shutil.disk_usage(next(place for place in places if place.exists())).free
+
+
+def engine_memory(engine: EngineConfig, train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
+    """Bytes of one server by what takes them; on a GPU the KV cache takes what SGLang leaves free."""
+    width = _BYTES.get(engine.dtype or ("float32" if device == "cpu" else train.dtype), 2)
+    parts = {"weights": shape.num_parameters * width / engine.tp}
+    tokens = engine.max_total_tokens or (_CPU_KV_TOKENS if device == "cpu" else 0)
+    if tokens:
+        parts[f"KV cache of {tokens} tokens"] = float(tokens * shape.kv_values_per_token * width / engine.tp)
+    return parts
+
+
+def available_memory() -> int:
+    """Bytes that this machine can still give out (`MemAvailable`)."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _engine(name: str, engine: EngineConfig, train: TrainConfig, shape: ModelShape | None) -> Process:
+    if engine.urls:
+        return Process(name=f"engine {name}", count=0, device="cpu", note=f"runs at {', '.join(engine.urls)}", parts={})
+    device = resolve_device(engine.device)
+    layout = f"tp {engine.tp}, dp {engine.dp}" if device == "cuda" else _threads(engine.threads)
+    return Process(
+        name=f"engine {name}",
+        count=engine.count,
+        device=device,
+        note=f"SGLang, {engine.role}, {layout}",
+        parts=engine_memory(engine, train, shape, device=device) if shape else {},
+    )
+
+
+def _headline(config: Config, kind: str) -> str:
+    if kind == "sft":
+        return f"sft · {config.run.name} · {config.sft.steps} steps of {config.sft.batch_size} conversations"
+    rollout = config.rollout
+    warm_up = f"{config.sft.steps} steps of SFT, then " if config.sft.steps else ""
+    return (
+        f"rl · {config.run.name} · {warm_up}{config.run.steps} steps of {rollout.groups_per_step} groups of "
+        f"{rollout.group_size} · max_staleness {rollout.max_staleness}, at most {rollout.num_credits} groups open"
+    )
+
+
+def _model_line(config: Config, shape: ModelShape | None) -> str:
+    if shape is not None:
+        return f"model {config.model.path} · {shape.num_parameters / 1e6:,.1f} M parameters, {shape.num_layers} layers"
+    if config.model.builder:
+        return f"model from {config.model.builder} · its size is known once that has run, so no memory is estimated"
+    return f"model {config.model.path} has no config.json: no memory is estimated"
+
+
+def quant_line(recipe: Recipe, model: Path | None) -> str:
+    """What of the model is in low precision, and what engines get.
+
+    Raises:
+        SectionError: the recipe does not fit the model.
+    """
+    held = "codes and scales" if recipe.quantize_activations else "the values of the codes as plain weights"
+    shapes = stored_shapes(model) if model is not None else {}
+    if model is None or not shapes:
+        return f"quant {recipe.format} · engines get {held} · which matrices is known once the weights are there"
+    shape = read_shape(model)
+    try:
+        fitted = recipe if shape is None else recipe.for_model(shape.num_layers)
+        chosen = fitted.select(shapes)
+    except QuantError as error:
+        raise SectionError(f"`quant` does not fit {model}: {error}") from error
+    share = sum(math.prod(shapes[name]) for name in chosen) / sum(map(math.prod, shapes.values()))
+    return (
+        f"quant {recipe.format} · {len(chosen)} of {len(shapes)} tensors, {share:.0%} of the parameters · "
+        f"engines get {held}"
+    )
+
+
+def _table(processes: Sequence[Process]) -> list[str]:
+    lines = [f"{'process':<22}{'count':>6}  {'device':<7}{'memory each':>12}  what"]
+    for process in processes:
+        parts = " + ".join(f"{name} {_gib(size)}" for name, size in process.parts.items() if size >= 0.005 * GIB)
+        memory = _gib(process.num_bytes) if process.parts else "-"
+        what = f"{process.note} ({parts})" if parts else process.note
+        lines.append(f"{process.name:<22}{process.count:>6}  {process.device:<7}{memory:>12}  {what}")
+    return lines
+
+
+def _total(processes: Sequence[Process]) -> str:
+    needed = sum(p.num_bytes * p.count for p in processes if p.device == "cpu")
+    free = available_memory()
+    if not needed:
+        return f"\n{_gib(free)} of memory is free on {os.cpu_count()} CPUs"
+    line = f"\nhost memory {_gib(needed)} of {_gib(free)} free on {os.cpu_count()} CPUs, libraries not counted"
+    return line if needed < free else f"{line}\nwarning: this does not fit"
+
+
+def _checkpoint_line(config: Config, shape: ModelShape | None) -> str:
+    section, free = config.checkpoint, free_disk(Path(config.run.dir))
+    when = f"every {section.every} steps" if section.every else "at the end" if section.at_end else "on request"
+    if shape is None:
+        return f"checkpoints {when}, {section.keep} kept; {_gib(free)} of disk is free at {config.run.dir}"
+    each, needed = checkpoint_bytes(config.train, shape), disk_bytes(config, shape)
+    line = (
+        f"checkpoints {when} of {_gib(each)} each; with those kept and one being written {_gib(needed)} of "
+        f"{_gib(free)} of disk free at {config.run.dir}"
+    )
+    return line if needed < free else f"{line}\nwarning: this does not fit; lower checkpoint.keep, or set run.dir"
+
+
+def _threads(threads: int | None) -> str:
+    return "threads auto" if threads is None else f"{threads} threads"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in the folder's safetensors files, read off their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header: dict[str, Any] = json.loads(stream.read(size))
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def _computed_parameters(config: Mapping[str, Any], shape: Mapping[str, int]) -> int:
+    """A Llama-like decoder's parameters, experts included."""
+    hidden, heads = shape["hidden"], int(config["num_attention_heads"])
+    attention = hidden * shape["head_dim"] * 2 * (heads + shape["num_kv_heads"])
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    width = int(config.get("moe_intermediate_size") or shape["intermediate"]) if experts else shape["intermediate"]
+    feed_forward = 3 * hidden * width * max(experts, 1) + hidden * experts
+    embeddings = int(config["vocab_size"]) * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return embeddings + shape["num_layers"] * (attention + feed_forward + 2 * hidden) + hidden

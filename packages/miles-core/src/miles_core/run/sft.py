@@ -1,0 +1,192 @@
+"""Supervised training through the same loop: demonstrations instead of rollouts, no engine to update."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from miles_rollout.buffer import GroupBuffer
+from miles_rollout.config import RolloutConfig
+from miles_rollout.producer import produce
+from miles_rollout.prompts import PromptStream
+from miles_tito.records import Prompt, Sampling
+from miles_tito.records.summary import GroupRef
+from miles_train.config import LossConfig, TrainConfig
+
+from miles_core.cluster import spawn
+from miles_core.cluster.actors import SupervisedActor
+from miles_core.config import Config
+from miles_core.durable.checkpoints import Checkpoint, Checkpoints
+from miles_core.durable.commits import TRAINER, Commits
+from miles_core.durable.fingerprint import compare, fingerprint_model
+from miles_core.durable.rundir import RunDir
+from miles_core.monitor import Monitor
+from miles_core.parts import Parts, Trainers, stop_parts
+
+from . import loop
+from .demonstrations import imitate
+from .resume import refuse
+
+
+class SftRun:
+    """`miles sft`: supervised training is the whole job. In a directory that an earlier start left, it goes on."""
+
+    def __init__(
+        self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts, accept_changes: bool = False
+    ) -> None:
+        """
+        Args:
+            accept_changes: go on although the model or the data is another than before.
+        """
+        self._config = config
+        self._accept_changes = accept_changes
+        self._fingerprint: dict[str, Any] = {}
+        self._parts = parts
+        self._run_dir = run_dir
+        self._monitor = monitor
+        self._checkpoints = Checkpoints(
+            run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+        )
+        self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=None)
+        self._began = time.monotonic()
+        self._steps = 0
+
+    async def run(self) -> None:
+        """Train, export to `checkpoints/final`, stop."""
+        self._checkpoints.clean()
+        found = self._checkpoints.latest()
+        self._steps = found.step if found else 0
+        trainers = self._parts.trainers()
+        try:
+            model = await trainers.prepare_model(self._config.model, self._run_dir.model)
+            await train_supervised(
+                self._config,
+                trainers=trainers,
+                model=model,
+                monitor=self._monitor,
+                on_step=partial(self._after_step, trainers),
+                on_data=partial(self._compare, found, model),
+                found=found,
+            )
+            await self._commits.drain()
+            await trainers.export(self._run_dir.checkpoints / "final")
+        finally:
+            await self._commits.forget()
+            await stop_parts([trainers])
+
+    def summary(self) -> dict[str, Any]:
+        return {"steps": self._steps, "seconds": time.monotonic() - self._began}
+
+    async def _after_step(
+        self, trainers: Trainers, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
+    ) -> dict[str, float]:
+        self._steps = version
+        await self._commits.check()
+        if not self._commits.is_due(version, is_last=version == self._config.sft.steps):
+            return {}
+        state = {"version": version, "fingerprint": self._fingerprint}
+        return await self._commits.begin(version, trainers=trainers, state=state)
+
+    def _compare(self, found: Checkpoint | None, model: Path, data: dict[str, Any]) -> None:
+        """Model and data are those that the checkpoint was made from, or the user accepts what has changed."""
+        self._fingerprint = {"model": fingerprint_model(model), "prompts": data}
+        if found:
+            before = self._checkpoints.load_state(found)["fingerprint"]
+            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
+
+
+def sft_train_config(config: Config) -> TrainConfig:
+    """The trainer of `[train]` with the loss of SFT, and the optimizer and schedule of `[sft]`.
+
+    Tokens are averaged over the batch: each one is a demonstration.
+    """
+    return replace(
+        config.train,
+        minibatches=1,
+        loss=LossConfig(kind="sft", normalization="token", log_entropy=False),
+        optimizer=config.sft.optimizer,
+        schedule=config.sft.schedule,
+    )
+
+
+async def train_supervised(
+    config: Config,
+    *,
+    trainers: Trainers,
+    model: Path,
+    monitor: Monitor,
+    on_step: loop.OnStep = loop.nothing_more,
+    on_data: Callable[[dict[str, Any]], None] | None = None,
+    found: Checkpoint | None = None,
+) -> None:
+    """Train `model` up to step `sft.steps` on `sft.data`, from its beginning or from the checkpoint `found`.
+
+    Args:
+        on_data: called with the fingerprint of the demonstrations before anything is trained.
+    """
+    source, step = spawn(SupervisedActor)(), found.step if found else 0
+    batch_size = config.sft.batch_size
+    opened = source.open.remote(
+        config.sft, tokenizer=model, family=config.model.family, seed=config.run.seed, skip=step * batch_size
+    )
+    _, data = await asyncio.gather(trainers.setup(sft_train_config(config), model), opened)
+    if on_data is not None:
+        on_data(data)
+    if found:
+        await trainers.load(found.path / TRAINER)
+    monitor.rewind(step)
+    buffer = GroupBuffer(_one_group_a_step(batch_size), version=step)
+    await loop.run(
+        produce=partial(
+            produce,
+            prompts=PromptStream(_draws()),
+            buffer=buffer,
+            run_group=_Draw(source),
+            group_size=batch_size,
+        ),
+        buffer=buffer,
+        trainer=trainers,
+        sync=loop.NoSync(),
+        advantages=imitate,
+        monitor=monitor,
+        steps=config.sft.steps,
+        on_step=on_step,
+    )
+    buffer.close()
+
+
+def _one_group_a_step(batch_size: int) -> RolloutConfig:
+    """Two groups ahead of training; age does not matter, for nothing was sampled."""
+    return RolloutConfig(
+        group_size=batch_size,
+        groups_per_step=1,
+        max_staleness=2,
+        min_rewards=1,
+        advantage="reinforce_pp",
+        filter="no_filter",
+        put_policy="keep",
+        take_policy="keep",
+    )
+
+
+def _draws() -> Iterator[Prompt]:
+    """Names for the draws; what is drawn, the source decides."""
+    return (Prompt(id=f"demonstrations-{number}") for number in itertools.count())
+
+
+class _Draw:
+    """The source as the producer calls it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    async def __call__(
+        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
+    ) -> GroupRef:
+        return await self._source.run_group.remote(prompt, group_id, group_size)

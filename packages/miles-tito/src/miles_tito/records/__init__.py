@@ -1,0 +1,43 @@
+"""What passes between the packages: prompts in, episodes and samples out. Needs numpy alone."""
+
+from .types import (
+    UNKNOWN_VERSION,
+    Ctx,
+    Env,
+    Episode,
+    EpisodeResult,
+    FailedAttempt,
+    FinishReason,
+    Group,
+    Message,
+    Outcome,
+    Policy,
+    Prompt,
+    Sample,
+    Sampling,
+    Trajectory,
+    TrajectoryKind,
+    VersionSpan,
+    check_reward,
+)
+
+__all__ = [
+    "UNKNOWN_VERSION",
+    "Ctx",
+    "Env",
+    "Episode",
+    "EpisodeResult",
+    "FailedAttempt",
+    "FinishReason",
+    "Group",
+    "Message",
+    "Outcome",
+    "Policy",
+    "Prompt",
+    "Sample",
+    "Sampling",
+    "Trajectory",
+    "TrajectoryKind",
+    "VersionSpan",
+    "check_reward",
+]

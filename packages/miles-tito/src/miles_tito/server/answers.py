@@ -1,0 +1,165 @@
+"""Answers on the wire: whole or in events, given up when the client leaves, delivered or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from miles_tito.errors import EngineError, MilesError, RecordError, RequestError, TemplateError
+from miles_tito.sessions.tree import Node
+from miles_tito.tokens.tokenizer import Tokenizer
+
+from .dialects.base import AnswerWriter, Dialect, Ending, SampledToken, Usage
+from .live import Answer, LiveSession, as_request_error
+from .metrics import Metrics
+
+try:
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+except ImportError as error:
+    from miles_tito.errors import MissingDependency
+
+    raise MissingDependency("pip install 'miles-tito[server]'") from error
+
+JSON = "application/json"
+_HOLD_HEAD_S = 5.0
+"""How long the head of a stream waits for the first token, so that an early failure still has a status of its own."""
+
+T = TypeVar("T")
+
+
+class TurnAnswer:
+    """Sends the answer to one request as an ASGI application."""
+
+    def __init__(
+        self,
+        live: LiveSession,
+        answer: Answer,
+        *,
+        dialect: Dialect,
+        writer: AnswerWriter,
+        stream: bool,
+        wants_logprobs: bool,
+        headers: dict[str, str],
+        metrics: Metrics,
+    ) -> None:
+        self._live = live
+        self._answer = answer
+        self._dialect = dialect
+        self._writer = writer
+        self._stream = stream
+        self._wants_logprobs = wants_logprobs
+        self._headers = headers
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._answer.attached():
+            work = self._send_events(send) if self._stream else self._send_whole(scope, receive, send)
+            if await unless_disconnected(receive, work) is None:
+                self._metrics.add("turns_not_recorded_total", reason="client_left")
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        try:
+            node = await self._answer.result()
+        except MilesError as error:
+            await self._refuse(error)(scope, receive, send)
+            return True
+        body = self._writer.whole(node.message, self._ending(node))
+        await Response(body, media_type=JSON, headers=self._headers)(scope, receive, send)
+        self._live.delivered(node)
+        return True
+
+    async def _send_events(self, send: Send) -> bool:
+        async def write(body: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            async with asyncio.timeout(_HOLD_HEAD_S):
+                await self._answer.begun()
+                if self._answer.has_failed:
+                    await self._answer.result()
+        except TimeoutError:
+            pass
+        except MilesError as error:
+            await self._refuse(error)({"type": "http"}, _nothing, send)
+            return True
+        await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
+        await write(self._writer.opening())
+        async for pieces in self._answer.pieces():
+            await write(self._writer.pieces(pieces) if pieces else self._writer.ping())
+        try:
+            node = await self._answer.result()
+        except MilesError as error:
+            problem = as_problem(error)
+            self._metrics.add("turns_not_recorded_total", reason=problem.code)
+            await write(self._writer.failure(problem), more=False)
+            return True
+        await write(self._writer.closing(self._ending(node)), more=False)
+        self._live.delivered(node)
+        return True
+
+    def _ending(self, node: Node) -> Ending:
+        assert node.finish_reason is not None, f"turn {node.id} is answered before it ended"
+        usage = Usage(
+            prompt_tokens=node.num_ids - len(node.completion_ids),
+            completion_tokens=len(node.completion_ids),
+            cached_tokens=self._answer.cached_tokens,
+        )
+        tokens = _sampled(node, self._live.session.joiner.tokenizer) if self._wants_logprobs else None
+        return Ending(finish=node.finish_reason, stop_string=node.stop_string, usage=usage, tokens=tokens)
+
+    def _stream_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = {**self._headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        return [(key.encode(), value.encode()) for key, value in headers.items()]
+
+    def _refuse(self, error: MilesError) -> Response:
+        self._metrics.add("turns_not_recorded_total", reason=as_problem(error).code)
+        return refusal(error, self._dialect)
+
+
+def refusal(error: MilesError, dialect: Dialect) -> Response:
+    """`error` as an answer in the dialect's own shape."""
+    problem = as_problem(error)
+    return Response(dialect.error(problem), status_code=problem.status, media_type=JSON)
+
+
+def as_problem(error: MilesError) -> RequestError:
+    """Any error of ours as one with a status."""
+    match error:
+        case RequestError():
+            return error
+        case EngineError():
+            return as_request_error(error)
+        case RecordError():
+            return RequestError(str(error), status=422, code="invalid_record")
+        case TemplateError():
+            return RequestError(str(error), code="template_refuses")
+        case _:
+            return RequestError(str(error), status=500, code="internal_error")
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when the client left first; `work` is cancelled then."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watcher.cancel()
+
+
+async def _nothing() -> Any:
+    return {"type": "http.disconnect"}
+
+
+def _sampled(node: Node, tokenizer: Tokenizer) -> tuple[SampledToken, ...]:
+    pairs = zip(node.completion_ids.tolist(), node.logprobs.tolist(), strict=True)
+    rows = [(tokenizer.token_bytes(token_id), logprob) for token_id, logprob in pairs]
+    return tuple(SampledToken(text=data.decode(errors="replace"), data=data, logprob=lp) for data, lp in rows)

@@ -1,0 +1,175 @@
+"""The session server: agents talk their own dialect to it, it talks token ids to an engine and records them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+
+from miles_tito.engine.generation import Engine
+from miles_tito.errors import MilesError, MissingDependency, RequestError
+from miles_tito.records import Sampling
+from miles_tito.sessions.journal import StateDir
+from miles_tito.tokens.families import Family, choose_family
+from miles_tito.tokens.merge import Joiner
+from miles_tito.tokens.tokenizer import Tokenizer
+
+from .answers import refusal
+from .dialects.base import Dialect
+from .dialects.chat import ChatDialect
+from .dialects.messages import MessagesDialect
+from .dialects.responses import ResponsesDialect
+from .hub import Hub
+from .openapi import document
+from .serving import serve
+from .session_routes import SessionRoutes, json_response
+from .store import SessionStore
+from .turn_routes import TurnRoutes
+
+try:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp
+except ImportError as error:
+    raise MissingDependency("pip install 'miles-tito[server]'") from error
+
+__all__ = ["create_app", "serve"]
+
+_CHAT = ChatDialect()
+_MESSAGES = MessagesDialect()
+_COUNTS = MessagesDialect(counts_only=True)
+_RESPONSES = ResponsesDialect()
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def create_app(
+    *,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    family: Family | str,
+    model: str,
+    max_context: int,
+    default_sampling: Sampling | None = None,
+    api_key: str | None = None,
+    idle_timeout_s: float = 3600.0,
+    state_dir: str | Path | None = None,
+) -> Starlette:
+    """The ASGI application; it closes `engine` when it shuts down.
+
+    Args:
+        family: a name, or "auto" to prove the template append-only and read the rest off it.
+        model: the name that answers carry.
+        max_context: tokens of prompt and completion together that the engine takes.
+        default_sampling: for sessions that open without one.
+        api_key: needed to open sessions, and good for reading and closing any. Without it anybody may open sessions,
+            by their bearer token alone if they like, and each is readable with its own key only.
+        state_dir: a folder of this server's own, where sessions outlive it; the next server on it has them again.
+
+    Raises:
+        TemplateError: the family does not fit the tokenizer, or `auto` cannot prove it.
+    """
+    hub = Hub(
+        engine=engine,
+        tokenizer=tokenizer,
+        joiner=Joiner(tokenizer, choose_family(family, tokenizer)),
+        model=model,
+        max_context=max_context,
+        sampling=default_sampling or Sampling(),
+        api_key=api_key,
+        store=SessionStore(idle_timeout_s=idle_timeout_s),
+        state=StateDir(state_dir) if state_dir is not None else None,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        with hub.state.owned() if hub.state else contextlib.nullcontext():
+            interrupted = hub.restore()
+            tasks = [
+                asyncio.create_task(hub.store.sweep_forever()),
+                *(asyncio.create_task(engine.abort(rid)) for rid in interrupted),
+            ]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await hub.store.shut_down()
+                await engine.aclose()
+
+    app = Starlette(routes=_routes(hub), lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
+    app.router.redirect_slashes = False
+    app.state.sessions = hub.store
+    return app
+
+
+def _routes(hub: Hub) -> list[Route]:
+    sessions, turns = SessionRoutes(hub=hub), TurnRoutes(hub=hub)
+    below = "/sessions/{session_id}"
+
+    def route(path: str, endpoint: Endpoint, *methods: str, dialect: Dialect = _CHAT) -> Route:
+        return Route(path, _answered(endpoint, hub, dialect), methods=methods)
+
+    def ask(path: str, dialect: Dialect) -> Route:
+        return route(path, lambda request: turns.ask(request, dialect), "POST", dialect=dialect)
+
+    # In the order in which they are asked for: every request tries the routes one by one.
+    routes: list[Route] = []
+    for base in (f"{below}/v1", "/v1"):
+        routes += [
+            ask(f"{base}/chat/completions", _CHAT),
+            ask(f"{base}/messages", _MESSAGES),
+            ask(f"{base}/responses", _RESPONSES),
+            route(
+                f"{base}/messages/count_tokens",
+                lambda request: turns.count(request, _COUNTS),
+                "POST",
+                dialect=_MESSAGES,
+            ),
+            route(f"{base}/models", turns.models, "GET"),
+            route(base, turns.head, "HEAD"),
+        ]
+    return [
+        *routes,
+        route("/sessions", sessions.open, "POST"),
+        route(below, sessions.describe, "GET"),
+        route(below, sessions.close, "DELETE"),
+        route(f"{below}/trajectories", sessions.trajectories, "GET"),
+        route(f"{below}/samples", sessions.samples, "POST"),
+        route("/health", sessions.health, "GET"),
+        route("/metrics", sessions.metrics, "GET"),
+        route("/openapi.json", _openapi, "GET"),
+        route("/", turns.head, "HEAD"),
+    ]
+
+
+def _answered(endpoint: Endpoint, hub: Hub, dialect: Dialect) -> Endpoint:
+    """`endpoint`, with Miles' errors answered in the shape of the dialect."""
+
+    async def call(request: Request) -> ASGIApp:
+        try:
+            answer = await endpoint(request)
+        except MilesError as error:
+            answer = refusal(error, dialect)
+        status = str(getattr(answer, "status_code", 200))
+        hub.metrics.add("requests_total", route=request.scope["route"].path, status=status)
+        return answer
+
+    return call
+
+
+async def _openapi(_: Request) -> Response:
+    return json_response(document())
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    problem = RequestError(
+        f"{request.method} {request.url.path} is not served. Sessions: POST /sessions; agents: POST "
+        "/sessions/ID/v1/chat/completions, /responses or /messages.",
+        status=getattr(error, "status_code", 404),
+        code="not_found",
+    )
+    return refusal(problem, _MESSAGES if request.url.path.endswith("/messages") else _CHAT)

@@ -1,0 +1,138 @@
+"""What all dialects share: a request as the session takes it, and the writer of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from miles_tito.errors import RequestError
+from miles_tito.records import FinishReason, Message, Sampling
+from miles_tito.tokens.families.parser import Piece
+from miles_tito.tokens.forms import Form
+from miles_tito.tokens.messages import call_prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """A request that can be served exactly."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """In OpenAI's form; None where the request names none, so that the session's own count."""
+    variables: Mapping[str, Any]
+    """Of the chat template."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stream: bool = False
+    form: Form | None = None
+    """What the reply must look like, where the request forces it."""
+    wants_logprobs: bool = False
+    """Whether the answer tells each sampled token's."""
+    pinned: tuple[str, ...] = ()
+    """Fields that asked for something else than the session serves."""
+    left_out: tuple[str, ...] = ()
+    """Tools that the client lists and only its own service could run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one turn."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One token of a reply."""
+
+    text: str
+    data: bytes
+    """Its bytes, which may be a part of a character."""
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a turn ended."""
+
+    finish: FinishReason
+    stop_string: str | None
+    usage: Usage
+    tokens: tuple[SampledToken, ...] | None = None
+    """All that was sampled, marks and end token among them, where the request wants log-probs."""
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer, whole or in server-sent events."""
+
+    def start(self, *, rid: str, model: str, usage: Usage) -> None:
+        """Name the answer; comes before everything else."""
+        ...
+
+    def whole(self, reply: Message, ending: Ending) -> bytes:
+        """The answer in one body."""
+        ...
+
+    def opening(self) -> bytes:
+        """The first events."""
+        ...
+
+    def pieces(self, pieces: Sequence[Piece]) -> bytes:
+        """Events for what was sampled since."""
+        ...
+
+    def ping(self) -> bytes:
+        """A sign of life that changes nothing."""
+        ...
+
+    def closing(self, ending: Ending) -> bytes:
+        """The last events."""
+        ...
+
+    def failure(self, problem: RequestError) -> bytes:
+        """An error after the stream began."""
+        ...
+
+
+class Dialect(Protocol):
+    """One API that clients speak."""
+
+    def read(self, body: bytes, *, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
+        """The request in `body`.
+
+        Raises:
+            RequestError: it is malformed, or asks for what this server does not do.
+        """
+        ...
+
+    def error(self, problem: RequestError) -> bytes:
+        """The body of an answer that says no."""
+        ...
+
+
+def openai_error(problem: RequestError) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+    kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code}}
+
+
+PING = b": still at work\n\n"
+"""A comment among server-sent events."""
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def call_id(rid: str, index: int) -> str:
+    """The name of a turn's tool call."""
+    return f"{call_prefix(rid)}_{index}"

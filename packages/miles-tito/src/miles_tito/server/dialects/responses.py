@@ -1,0 +1,257 @@
+"""OpenAI responses: requests read strictly, answers whole or as server-sent events.
+
+response.created ─▶ in_progress ─▶ (output_item.added ─▶ … deltas … ─▶ output_item.done) … ─▶ completed | incomplete
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from miles_tito.errors import RequestError
+from miles_tito.records import FinishReason, Message, Sampling
+from miles_tito.tokens.families.parser import Piece, TextPiece, ToolCall
+from miles_tito.tokens.messages import normalize
+
+from . import fields
+from .base import PING, AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
+from .demands import call_form, check_parallel, json_form, one_form
+from .responses_input import Names, read_input, read_tools
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "service_tier": ("auto", "default"),
+    "top_logprobs": (0,),
+}
+_NO_EFFECT = ("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata")
+_READ = (
+    *("model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "temperature"),
+    *("top_p", "reasoning", "text", "parallel_tool_calls", "store", "tool_choice"),
+)
+
+
+class ResponsesDialect:
+    """`POST /v1/responses`."""
+
+    def read(self, body: bytes, *, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
+        """See `Dialect.read`."""
+        given = fields.read_object(body)
+        fields.refuse_others(given, read=_READ, neutral=_NEUTRAL, no_effect=_NO_EFFECT)
+        fields.boolean(given, "store")  # an answer is found again in its session only, whatever this says
+        if set(fields.mapping(given, "stream_options")) - {"include_obfuscation"}:
+            raise fields.refused("stream_options", "Only `include_obfuscation` is known.")
+        max_tokens = fields.integer(given, "max_output_tokens", at_least=1)
+        pinned = fields.pinned_fields(
+            given, sampling=sampling, model=model, max_tokens=max_tokens, max_tokens_field="max_output_tokens"
+        )
+        tools, names, left_out = read_tools(given)
+        one_call = not fields.boolean(given, "parallel_tool_calls", default=True)
+        form = one_form(
+            json_form(fields.mapping(fields.mapping(given, "text"), "format"), "text.format"),
+            call_form(given.get("tool_choice"), one=one_call),
+        )
+        if tools:
+            check_parallel(given, form)
+        if form:
+            form = replace(form, names=tuple(names.join(None, name) for name in form.names))
+        request = TurnRequest(
+            messages=tuple(normalize(read_input(given, names))),
+            tools=() if given.get("tool_choice") == "none" else tools,
+            variables={},
+            max_tokens=max_tokens,
+            stream=fields.boolean(given, "stream"),
+            form=form,
+            pinned=(*pinned, *_pinned_here(given), *fields.strict_tools(given)),
+            left_out=left_out,
+        )
+        return request, ResponsesWriter(names)
+
+    def error(self, problem: RequestError) -> bytes:
+        """See `Dialect.error`."""
+        return msgspec.json.encode(openai_error(problem))
+
+
+class ResponsesWriter:
+    """Writes `response` objects; see `AnswerWriter`."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._items: list[dict[str, Any]] = []
+        """Finished output items."""
+        self._open: dict[str, Any] | None = None
+        """The item that is being written, and its text so far."""
+        self._text = ""
+        self._sequence = -1
+        self._num_calls = 0
+
+    def start(self, *, rid: str, model: str, usage: Usage) -> None:
+        self._rid = rid
+        self._response: dict[str, Any] = {
+            "id": f"resp_{rid}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+        }
+
+    def whole(self, reply: Message, ending: Ending) -> bytes:
+        for kind, text in (("reasoning", reply.get("reasoning_content", "")), ("content", reply["content"])):
+            if text:
+                self.pieces([TextPiece("reasoning" if kind == "reasoning" else "content", text)])
+        for call in reply.get("tool_calls", []):
+            self.pieces([ToolCall(call["function"]["name"], call["function"]["arguments"])])
+        self._close()
+        return msgspec.json.encode(self._final(ending))
+
+    def opening(self) -> bytes:
+        response: dict[str, Any] = {**self._response, "status": "in_progress", "output": [], "usage": None}
+        return self._event("created", response=response) + self._event("in_progress", response=response)
+
+    def pieces(self, pieces: Sequence[Piece]) -> bytes:
+        return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._more(piece) for piece in pieces)
+
+    def ping(self) -> bytes:
+        return PING
+
+    def closing(self, ending: Ending) -> bytes:
+        last = self._close()
+        final = self._final(ending)
+        return last + self._event(final["status"], response=final)
+
+    def failure(self, problem: RequestError) -> bytes:
+        error = {"code": problem.code, "message": str(problem)}
+        response: dict[str, Any] = {
+            **self._response,
+            "status": "failed",
+            "output": self._items,
+            "usage": None,
+            "error": error,
+        }
+        return self._event("failed", response=response)
+
+    def _final(self, ending: Ending) -> dict[str, Any]:
+        cut = ending.finish is FinishReason.LENGTH
+        return {
+            **self._response,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items,
+            "usage": _usage(ending.usage),
+        }
+
+    def _more(self, piece: TextPiece) -> bytes:
+        opened = b""
+        if self._open is None or self._open["type"] != _ITEM_TYPES[piece.kind]:
+            opened = self._close() + self._open_text(piece.kind)
+        self._text += piece.text
+        return opened + self._part_event("delta", delta=piece.text, **_logprobs(piece.kind))
+
+    def _open_text(self, kind: str) -> bytes:
+        index = len(self._items)
+        item: dict[str, Any] = {"type": _ITEM_TYPES[kind], "status": "in_progress"}
+        item |= (
+            {"id": f"rs_{self._rid}_{index}", "summary": []}
+            if kind == "reasoning"
+            else {
+                "id": f"msg_{self._rid}_{index}",
+                "role": "assistant",
+            }
+        )
+        self._open, self._text = {**item, "content": []}, ""
+        added = self._event("output_item.added", output_index=index, item=self._open)
+        return added + self._item_event("content_part.added", part=_part(kind, ""))
+
+    def _close(self) -> bytes:
+        item = self._open
+        if item is None:
+            return b""
+        kind = "reasoning" if item["type"] == "reasoning" else "content"
+        part = _part(kind, self._text)
+        done = self._part_event("done", text=self._text, **_logprobs(kind))
+        done += self._item_event("content_part.done", part=part)
+        finished = {**item, "content": [part], "status": "completed"}
+        self._open = None
+        return done + self._finish(finished)
+
+    def _call(self, call: ToolCall) -> bytes:
+        closed = self._close()
+        namespace, name = self._names.split(call.name)
+        index = len(self._items)
+        item = {
+            "id": f"fc_{self._rid}_{index}",
+            "type": "function_call",
+            "call_id": call_id(self._rid, self._num_calls),
+            "name": name,
+            **({"namespace": namespace} if namespace else {}),
+        }
+        self._num_calls += 1
+        place = {"output_index": index, "item_id": item["id"]}
+        arguments = call.arguments_json
+        started = {**item, "arguments": "", "status": "in_progress"}
+        return (
+            closed
+            + self._event("output_item.added", output_index=index, item=started)
+            + self._event("function_call_arguments.delta", **place, delta=arguments)
+            + self._event("function_call_arguments.done", **place, arguments=arguments)
+            + self._finish({**item, "arguments": arguments, "status": "completed"})
+        )
+
+    def _finish(self, item: dict[str, Any]) -> bytes:
+        self._items.append(item)
+        return self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _part_event(self, name: str, **data: Any) -> bytes:
+        assert self._open is not None
+        kind = "reasoning_text" if self._open["type"] == "reasoning" else "output_text"
+        return self._item_event(f"{kind}.{name}", **data)
+
+    def _item_event(self, name: str, **data: Any) -> bytes:
+        assert self._open is not None
+        place = {"output_index": len(self._items), "item_id": self._open["id"], "content_index": 0}
+        return self._event(name, **place, **data)
+
+    def _event(self, name: str, **data: Any) -> bytes:
+        self._sequence += 1
+        kind = f"response.{name}"
+        return event({"type": kind, "sequence_number": self._sequence, **data}, kind)
+
+
+_ITEM_TYPES = {"reasoning": "reasoning", "content": "message"}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    return {} if kind == "reasoning" else {"logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _pinned_here(given: Mapping[str, Any]) -> list[str]:
+    reasoning, text = fields.mapping(given, "reasoning"), fields.mapping(given, "text")
+    if set(reasoning) - {"effort", "summary", "generate_summary"} or set(text) - {"format", "verbosity"}:
+        raise fields.refused("reasoning", f"Unknown fields among {sorted(reasoning)} and {sorted(text)} of `text`.")
+    asked = (("reasoning.effort", reasoning.get("effort")), ("text.verbosity", text.get("verbosity")))
+    return [name for name, value in asked if value is not None]

@@ -1,0 +1,204 @@
+"""The routes of whoever runs agents: open, look at, collect from and close sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from miles_tito.errors import MissingDependency, RequestError, SampleError
+from miles_tito.records import Episode, Outcome, Sample, Sampling, Trajectory, check_reward
+from miles_tito.records.samples import to_samples
+from miles_tito.records.wire import encode_many, encode_samples, samples_to_safetensors
+from miles_tito.sessions.pick import picker_named
+from miles_tito.sessions.session import Session
+
+from .answers import JSON
+from .dialects.chat import read_tools
+from .dialects.fields import refused, wrong
+from .hub import OWN, Hub
+from .live import LiveSession
+
+try:
+    from starlette.requests import Request
+    from starlette.responses import Response
+except ImportError as error:
+    raise MissingDependency("pip install 'miles-tito[server]'") from error
+
+MSGPACK = "application/msgpack"
+SAFETENSORS = "application/x-safetensors"
+
+T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Opening(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /sessions`."""
+
+    session_id: str | None = None
+    family: str | None = None
+    tools: list[dict[str, Any]] = []
+    """For requests that bring none of their own."""
+    sampling: Sampling | None = None
+    metadata: dict[str, Any] = {}
+    deadline_s: Seconds | None = None
+    """After this, running turns are aborted and new ones refused."""
+    ttl_s: Seconds | None = None
+    """Forgotten when unused for so long."""
+
+
+class Grade(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /sessions/{id}/samples`."""
+
+    reward: float | None = None
+    outcome: Outcome | None = None
+    advantage: float | None = None
+    """The reward where it is left out, 0 where there is no reward yet either."""
+    prompt_id: str | None = None
+    group_id: str | None = None
+    picker: str = "default"
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Longer trajectories are dropped."""
+    metadata: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRoutes:
+    """Raise Miles' errors; the application answers them."""
+
+    hub: Hub
+
+    async def health(self, request: Request) -> Response:
+        store = self.hub.store
+        return json_response({"status": "ok", "sessions": len(store), "turns": store.num_turns, "pid": os.getpid()})
+
+    async def metrics(self, request: Request) -> Response:
+        store = self.hub.store
+        held = {
+            "sessions_opened_total": store.num_opened,
+            "sessions_expired_total": store.num_expired,
+            "sessions": len(store),
+            "turns": store.num_turns,
+            "turns_running": len(store.running),
+            "tokens": store.num_held_tokens,
+        }
+        return Response(self.hub.metrics.text(held), media_type="text/plain; version=0.0.4")
+
+    async def open(self, request: Request) -> Response:
+        if self.hub.api_key is not None and not self.hub.is_operator(token(request)):
+            raise RequestError(
+                "Opening a session needs the server's API key as a bearer token.", status=401, code="invalid_api_key"
+            )
+        body = await request.body() or b"{}"
+        opening = _read(body, Opening)
+        _check_opening(body, opening)
+        if opening.session_id == OWN:
+            raise wrong("session_id", OWN, "another id; this one stands for the bearer token's own session")
+        live, api_key = self.hub.open(**{name: getattr(opening, name) for name in opening.__struct_fields__})
+        session = live.session
+        return json_response(
+            {
+                "session_id": session.id,
+                "api_key": api_key,
+                "base_url": f"{request.base_url}sessions/{session.id}/v1",
+                "model": self.hub.model,
+                "sampling": session.sampling,
+            },
+            status=201,
+        )
+
+    async def describe(self, request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response()  # clients look whether anybody is there, without a key
+        return json_response(self._session(request).session.describe())
+
+    async def close(self, request: Request) -> Response:
+        await self.hub.store.remove(self._session(request).session.id)
+        return Response(status_code=204)
+
+    async def trajectories(self, request: Request) -> Response:
+        session = self._session(request).session
+        picked = session.pick(picker_named(request.query_params.get("picker", "default")))
+
+        def build() -> bytes:
+            return encode_many(session.assemble(picked), Trajectory)
+
+        return Response(await asyncio.to_thread(build), media_type=MSGPACK)
+
+    async def samples(self, request: Request) -> Response:
+        session = self._session(request).session
+        grade = _read(await request.body() or b"{}", Grade)
+        picked = session.pick(picker_named(grade.picker), max_tokens=grade.max_tokens)
+        accept = request.headers.get("accept", "")
+
+        def build() -> Response:
+            samples = _samples(session, session.assemble(picked), grade)
+            if SAFETENSORS in accept:
+                headers = {"x-miles-num-dropped": str(len(picked.dropped))}
+                return Response(samples_to_safetensors(samples), media_type=SAFETENSORS, headers=headers)
+            if MSGPACK in accept:
+                return Response(encode_samples(samples, picked.dropped), media_type=MSGPACK)
+            return json_response({"samples": samples, "dropped": picked.dropped})
+
+        return await asyncio.to_thread(build)
+
+    def _session(self, request: Request) -> LiveSession:
+        return self.hub.find(request.path_params["session_id"], token(request), operator=True)
+
+
+def token(request: Request) -> str:
+    """The bearer token, or Anthropic's header for it."""
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+
+
+def json_response(value: Any, *, status: int = 200) -> Response:
+    """Plain data and records as JSON."""
+
+    def plain(item: Any) -> Any:
+        return item.tolist()
+
+    return Response(msgspec.json.encode(value, enc_hook=plain), status_code=status, media_type=JSON)
+
+
+def _samples(session: Session, trajectories: tuple[Trajectory, ...], grade: Grade) -> list[Sample]:
+    if grade.outcome is not None:
+        # Says no to a reward with an outcome that carries none, and the other way round.
+        error = None if grade.outcome.has_reward else f"the client reported {grade.outcome}"
+        check_reward(grade.outcome, grade.reward, error)
+        if not grade.outcome.has_reward:
+            raise SampleError(
+                f"Outcome {grade.outcome} carries no reward, so session {session.id} is no training data."
+            )
+    episode = Episode(
+        id=session.id,
+        prompt_id=grade.prompt_id or session.id,
+        group_id=grade.group_id or session.id,
+        outcome=grade.outcome or Outcome.GRADED,
+        reward=0.0 if grade.reward is None else grade.reward,
+        trajectories=trajectories,
+    )
+    advantage = grade.advantage if grade.advantage is not None else grade.reward or 0.0
+    return [
+        replace(sample, reward=grade.reward, metadata={**sample.metadata, **grade.metadata})
+        for sample in to_samples(episode, advantage)
+    ]
+
+
+def _check_opening(body: bytes, opening: Opening) -> None:
+    """What the types alone let through."""
+    read_tools({"tools": opening.tools})
+    if opening.sampling is not None:
+        unknown = sorted(set(msgspec.json.decode(body)["sampling"]) - {field.name for field in fields(Sampling)})
+        if unknown:
+            raise refused("sampling", f"Fields that no sampling has: {', '.join(unknown)}.")
+
+
+def _read(body: bytes, cls: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=cls)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"The body is not as it should be: {error}", code="invalid_body") from error
