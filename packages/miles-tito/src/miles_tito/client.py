@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -13,10 +12,7 @@ import msgspec
 from .errors import SessionError
 from .records import Policy, Sample, Sampling, Trajectory
 from .records.wire import decode_many, decode_samples
-from .shared.http import Http
-
-_MAX_WAIT_S = 2.0
-"""Longest wait between two sendings of one call."""
+from .shared.http import Http, NoAnswer
 
 
 class SessionClient:
@@ -159,26 +155,14 @@ class SessionClient:
             SessionError: refused, or no answer.
         """
         headers = {"Accept": accept, **({"Authorization": f"Bearer {key}"} if key else {})}
-        clock = asyncio.get_running_loop().time
-        began, wait_s = clock(), 0.05
-        was_resent = False
-        while True:
-            try:
-                async with self._http.request(method, url, data=content, headers=headers) as response:
-                    answer: bytes = await response.read()
-                break
-            except self._http.error as error:
-                is_silence = isinstance(error, self._http.timeout_error)
-                if is_silence or clock() - began >= self._retry_for_s:
-                    raise SessionError(
-                        f"{method} {url} got no answer: {type(error).__name__} {error}", was_resent=was_resent
-                    ) from error
-            was_resent = True
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _MAX_WAIT_S)
-        if response.status >= 400:
-            text = answer[:500].decode(errors="replace")
+        try:
+            answer = await self._http.call(method, url, data=content, headers=headers, retry_for_s=self._retry_for_s)
+        except NoAnswer as error:
+            raise SessionError(str(error), was_resent=error.resent > 0) from error
+        if answer.status >= 400:
             raise SessionError(
-                f"{method} {url} answered {response.status}: {text}", status=response.status, was_resent=was_resent
+                f"{method} {url} answered {answer.status}: {answer.excerpt(500)}",
+                status=answer.status,
+                was_resent=answer.resent > 0,
             )
-        return answer
+        return answer.body

@@ -14,6 +14,7 @@ import numpy as np
 from miles_tito.errors import EngineError, RequestSwallowed
 from miles_tito.records import UNKNOWN_VERSION, FinishReason, Sampling, VersionSpan
 from miles_tito.records.arrays import readonly
+from miles_tito.shared.backoff import delay_s
 
 from .routing import RoutedDelta
 
@@ -206,7 +207,7 @@ class _Trouble:
     @property
     def wait_s(self) -> float:
         """Before the next sending."""
-        return min(0.05 * 2 ** min(self._in_a_row, 10), MAX_WAIT_S) if self._in_a_row else 0.0
+        return delay_s(self._in_a_row, first_s=0.05, longest_s=MAX_WAIT_S) if self._in_a_row else 0.0
 
     def is_over(self) -> None:
         """A token came."""

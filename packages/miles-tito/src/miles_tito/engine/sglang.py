@@ -13,7 +13,7 @@ import numpy as np
 from miles_tito.errors import EngineError, RecordError
 from miles_tito.records import UNKNOWN_VERSION, FinishReason, VersionSpan
 from miles_tito.records.arrays import ids_as_json
-from miles_tito.shared.http import Http
+from miles_tito.shared.http import Answer, Http, NoAnswer
 
 from .generation import Engine, GenerateRequest, Generation, one_version
 from .routing import ExpertLayout, RoutedDelta, read_engine
@@ -72,12 +72,11 @@ class SGLangEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """One call, whole; see `miles_tito.engine.generation.Engine`."""
         with self._errors(request):
-            async with self._http.request(
+            answer = await self._http.call(
                 "POST", f"{self.url}/generate", data=self._body(request, stream=False), headers=_headers(request)
-            ) as response:
-                content: bytes = await response.read()
-        self._check_status(response, content, request)
-        return _Progress(request, self._experts).advance(_json(content, request))
+            )
+        self._check_status(answer, request)
+        return _Progress(request, self._experts).advance(_json(answer.body, request))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
         """One call in pieces; see `miles_tito.engine.generation.Engine`."""
@@ -85,11 +84,12 @@ class SGLangEngine:
         ended = False
         try:
             with self._errors(request):
-                async with self._http.request(
+                async with self._http.open(
                     "POST", f"{self.url}/generate", data=self._body(request, stream=True), headers=_headers(request)
                 ) as response:
                     if response.status != 200:
-                        self._check_status(response, await response.read(), request)
+                        body = await response.read()
+                        self._check_status(Answer(status=response.status, body=body, headers=response.headers), request)
                     async for data in _events(response.content):
                         piece = progress.advance(_json(data, request))
                         ended = piece.finish_reason is not None
@@ -123,21 +123,18 @@ class SGLangEngine:
 
     async def _abort_at(self, engine: str, rid: str) -> None:
         # The closed connection ends the call as well: best effort.
-        limit = self._http.timeout(_CONTROL_TIMEOUT_S)
-        with contextlib.suppress(*self._http.error):
-            async with self._http.request("POST", f"{engine}/abort_request", json={"rid": rid}, timeout=limit):
-                pass
+        with contextlib.suppress(NoAnswer):
+            await self._http.call("POST", f"{engine}/abort_request", json={"rid": rid}, timeout_s=_CONTROL_TIMEOUT_S)
 
     async def _num_known_by(self, engine: str) -> int | None:
         """Calls of one engine; `_PAUSED` while new ones wait outside its queue, None when it does not answer."""
-        limit = self._http.timeout(_CONTROL_TIMEOUT_S)
         try:
-            async with self._http.request("GET", f"{engine}/ready", timeout=limit) as response:
-                if response.status != 200:
-                    return _PAUSED
-            async with self._http.request("GET", f"{engine}/v1/loads?include=core", timeout=limit) as response:
-                loads = msgspec.json.decode(await response.read(), type=_Loads).loads
-        except (*self._http.error, msgspec.DecodeError):
+            ready = await self._http.call("GET", f"{engine}/ready", timeout_s=_CONTROL_TIMEOUT_S)
+            if ready.status != 200:
+                return _PAUSED
+            answer = await self._http.call("GET", f"{engine}/v1/loads?include=core", timeout_s=_CONTROL_TIMEOUT_S)
+            loads = msgspec.json.decode(answer.body, type=_Loads).loads
+        except (NoAnswer, msgspec.DecodeError):
             return None
         return sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
 
@@ -185,26 +182,24 @@ class SGLangEngine:
         except asyncio.CancelledError:
             self._abort_soon(request.rid)
             raise
-        except self._http.timeout_error as error:
+        except NoAnswer as error:
+            if not error.is_silence:
+                raise EngineError(f"{self.url} did not answer {request.rid}: {error.reason}", retryable=True) from error
             self._abort_soon(request.rid)
             raise EngineError(
                 f"{self.url} was silent for {self._timeout_s:g} s on {request.rid} "
                 f"({len(request.input_ids)} tokens in)."
             ) from error
-        except self._http.error as error:
-            raise EngineError(
-                f"{self.url} did not answer {request.rid}: {type(error).__name__} {error}", retryable=True
-            ) from error
 
-    def _check_status(self, response: Any, content: bytes, request: GenerateRequest) -> None:
-        status: int = response.status
+    def _check_status(self, answer: Answer, request: GenerateRequest) -> None:
+        status = answer.status
         if status == 200:
             return
-        text = content[:500].decode(errors="replace")
+        text = answer.excerpt(500)
         retryable = (
             status in (502, 503, 504)
             # The router's own words for an engine that broke off, or for having none at the moment.
-            or response.headers.get("x-smg-error-code", "") in _ROUTER_LACKS_ENGINE
+            or answer.headers.get("x-smg-error-code", "") in _ROUTER_LACKS_ENGINE
             # Our own earlier sending can still hold the id for a moment after its connection broke.
             or "Duplicate request ID" in text
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import zlib
@@ -26,6 +25,7 @@ import msgspec
 from miles_tito.errors import SessionError
 from miles_tito.records import FinishReason, Sampling, VersionSpan
 from miles_tito.records.wire import array_from_extension, array_to_extension
+from miles_tito.shared.locks import FileLock
 
 from .tree import Node, NodeKind
 
@@ -162,13 +162,13 @@ class StateDir:
             SessionError: another server has the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.path / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise SessionError(
-                    f"The state folder {self.path} belongs to a session server that runs; give each its own."
-                ) from error
+        try:
+            lock = FileLock(self.path / "lock")
+        except BlockingIOError as error:
+            raise SessionError(
+                f"The state folder {self.path} belongs to a session server that runs; give each its own."
+            ) from error
+        with lock:
             yield
 
     def create(self, opened: Opened) -> Journal:

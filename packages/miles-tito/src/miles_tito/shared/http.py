@@ -1,4 +1,4 @@
-"""The HTTP sessions of this package's clients.
+"""HTTP between the processes of a run, with aiohttp.
 
 aiohttp rather than httpx: with hundreds of calls under way, httpx looks through its whole pool for each of them, which
 costs a worker more CPU than the model does.
@@ -6,24 +6,80 @@ costs a worker more CPU than the model does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import json as json_
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-from miles_tito.errors import MissingDependency
+from miles_tito.errors import MilesError, MissingDependency
+
+from .backoff import delay_s
 
 if TYPE_CHECKING:
     import aiohttp
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+"""Between two sendings of one call."""
+
+
+class NoAnswer(MilesError, ConnectionError):
+    """No whole answer came to a call.
+
+    Attributes:
+        reason: the error of the connection, in one line.
+        is_silence: the server took too long; otherwise it refused the connection or broke it off.
+        resent: how often the call had been sent again.
+    """
+
+    def __init__(self, call: str, reason: str, *, is_silence: bool = False, resent: int = 0) -> None:
+        super().__init__(f"{call} got no answer: {reason}")
+        self.reason = reason
+        self.is_silence = is_silence
+        self.resent = resent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer, whatever its status."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+    """Names in any case."""
+    resent: int = 0
+    """How often the call was sent again; an earlier sending may have been served."""
+
+    @property
+    def is_ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def excerpt(self, length: int = 300) -> str:
+        """The beginning of the body, for a message."""
+        return self.body[:length].decode(errors="replace").strip()
+
+    def json(self) -> Any:
+        """The body decoded; raises ValueError when it is no JSON."""
+        return json_.loads(self.body)
 
 
 class Http:
     """One pool of connections, made on first use, since it belongs to the event loop that is running then."""
 
     def __init__(
-        self, *, silence_s: float, max_connections: int, keepalive_s: float, headers: dict[str, str] | None = None
+        self,
+        *,
+        silence_s: float,
+        max_connections: int = 100,
+        keepalive_s: float = 15.0,
+        headers: dict[str, str] | None = None,
     ) -> None:
         """
         Args:
             silence_s: longest wait for the next bytes of an answer.
-            max_connections: further calls wait for a free one.
+            max_connections: further calls wait for a free one; 0 for any number.
             keepalive_s: idle connections are closed after this; choose it below the server's own.
         """
         try:
@@ -36,21 +92,75 @@ class Http:
         self._keepalive_s = keepalive_s
         self._headers = headers or {}
         self._session: aiohttp.ClientSession | None = None
-        self.timeout_error: tuple[type[Exception], ...] = (aiohttp.SocketTimeoutError,)
-        self.error: tuple[type[Exception], ...] = (aiohttp.ClientError, TimeoutError)
-        """What a call raises when no whole answer came; `timeout_error` among them."""
 
-    def request(self, method: str, url: str, **options: Any) -> Any:
-        """An asynchronous context manager that gives the response, as `aiohttp.ClientSession.request` does."""
-        return self._opened().request(method, url, **options)
+    async def call(
+        self,
+        method: str,
+        url: str,
+        *,
+        json: Any = None,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        retry_for_s: float = 0.0,
+        retry_header: str | None = None,
+    ) -> Answer:
+        """The whole answer to one call.
 
-    def timeout(self, seconds: float) -> aiohttp.ClientTimeout:
-        """A limit on one whole call, instead of on its silence."""
-        return self._aiohttp.ClientTimeout(total=seconds)
+        Args:
+            json: the body, or `data` as it is.
+            timeout_s: a limit on each sending, besides that on its silence.
+            retry_for_s: how long it is sent again after a broken connection; never after a silence.
+            retry_header: a header that counts the sendings from the second on.
+
+        Raises:
+            NoAnswer: none came.
+        """
+        clock = asyncio.get_running_loop().time
+        began, resent = clock(), 0
+        while True:
+            counted = {retry_header: str(resent)} if retry_header and resent else {}
+            try:
+                async with self.open(
+                    method, url, json=json, data=data, headers={**(headers or {}), **counted}, timeout_s=timeout_s
+                ) as response:
+                    body = await response.read()
+                return Answer(status=response.status, body=body, headers=response.headers, resent=resent)
+            except NoAnswer as error:
+                error.resent = resent
+                if error.is_silence or clock() - began >= retry_for_s:
+                    raise
+            await asyncio.sleep(delay_s(resent, first_s=FIRST_WAIT_S, longest_s=LONGEST_WAIT_S))
+            resent += 1
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, url: str, *, timeout_s: float | None = None, **options: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """An answer that is read piece by piece; `options` as `aiohttp.ClientSession.request` takes them.
+
+        Raises:
+            NoAnswer: none came, or it broke off.
+        """
+        if timeout_s is not None:
+            options["timeout"] = self._aiohttp.ClientTimeout(total=timeout_s, sock_read=self._silence_s)
+        try:
+            async with self._opened().request(method, url, **options) as response:
+                yield response
+        except (self._aiohttp.ClientError, TimeoutError) as error:
+            is_silence = isinstance(error, TimeoutError) and not isinstance(error, self._aiohttp.ConnectionTimeoutError)
+            reason = f"{type(error).__name__} {error}".rstrip()
+            raise NoAnswer(f"{method} {url}", reason, is_silence=is_silence) from error
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -63,3 +173,24 @@ class Http:
                 trust_env=False,  # a proxy between two processes of one run is never meant
             )
         return self._session
+
+
+def call_once(
+    method: str, url: str, *, timeout_s: float, json: Any = None, headers: Mapping[str, str] | None = None
+) -> Answer:
+    """One call by somebody who has no event loop and calls seldom: it takes a connection and a loop of its own.
+
+    Raises:
+        NoAnswer: none came within `timeout_s`.
+    """
+
+    async def calling() -> Answer:
+        async with Http(silence_s=timeout_s) as http:
+            return await http.call(method, url, json=json, headers=headers, timeout_s=timeout_s)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(calling())
+    with ThreadPoolExecutor(1) as thread:  # a blocking call inside a loop: it blocks, as it did before
+        return thread.submit(asyncio.run, calling()).result()
