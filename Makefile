@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` install what they need into .venv; a second run finds it there.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint docs lock setup clean
+.PHONY: help quickstart test lint house docs lock setup clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ test: setup  ## the five checks: ruff, formatting, pyright, import borders, pyte
 
 lint: setup  ## the checks without pytest
 	@scripts/test.sh lint
+
+house: setup  ## the size and shape of every package, now and at the start of the rebuilding
+	@.venv/bin/python scripts/house.py
 
 docs: setup  ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
