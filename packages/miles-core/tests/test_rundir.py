@@ -116,8 +116,8 @@ def test_two_processes_never_run_in_one_directory(tmp_path: Path) -> None:
     made = rundir.create(tmp_path, "toy", config={})
     assert made.lock is not None
     made.lock.release()
-    code = "import sys, pathlib; from miles_core.durable import rundir; run = rundir.open_run(pathlib.Path(sys.argv[1])); "
-    code += "print('held', flush=True); sys.stdin.read()"
+    code = "import sys, pathlib; from miles_core.durable import rundir; "
+    code += "run = rundir.open_run(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(made.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
