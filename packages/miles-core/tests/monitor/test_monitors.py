@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miles_core.monitor import JsonlMonitor, MultiMonitor, RunSummary, StepError, read_metrics, read_summary
+from miles_core.monitor import (
+    JsonlMonitor,
+    MonitoredRun,
+    MultiMonitor,
+    RunSummary,
+    StepError,
+    read_metrics,
+    read_summary,
+)
 from miles_core.monitor.console import ConsoleMonitor, Eta, plain_row
 from miles_core.monitor.names import METRICS, describe, markdown_table
 from miles_core.monitor.trace import TraceMonitor
@@ -29,6 +37,10 @@ SUMMARY = RunSummary(
     fates={"issued": 20, "trained": 16, "filtered": 2, "stale": 1, "failed": 0, "aborted": 1, "in_flight": 0},
     report="runs/x/report.html",
 )
+
+
+def run_in(path: Path = Path("run"), *, total_steps: int = 9) -> MonitoredRun:
+    return MonitoredRun(path=path, total_steps=total_steps, config={})
 
 
 class Recorder:
@@ -60,7 +72,7 @@ class Recorder:
 def test_metrics_that_come_late_belong_to_their_own_step(tmp_path):
     out = io.StringIO()
     jsonl = JsonlMonitor(tmp_path)
-    monitor = MultiMonitor([jsonl], [ConsoleMonitor(total_steps=9, mode="plain", file=out)])
+    monitor = MultiMonitor([jsonl], [ConsoleMonitor(run_in(total_steps=9), mode="plain", file=out)])
     for step in (1, 2, 3):
         monitor.log(step, {"reward/mean": step / 10})
     monitor.log_late(1, {"eval/score": 0.5, "eval/lag_steps": 2.0})
@@ -246,7 +258,7 @@ def trace_events(path, *, finished: bool):
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_trace_opens_whether_or_not_the_run_finished(tmp_path, finished):
-    monitor = TraceMonitor(tmp_path)
+    monitor = TraceMonitor(run_in(tmp_path))
     monitor.event("train", 100.0, 101.5, "trainer")
     monitor.log(1, {"reward/mean": 0.5, "eval/score": math.nan})
     if finished:
@@ -260,7 +272,7 @@ def test_a_trace_opens_whether_or_not_the_run_finished(tmp_path, finished):
 
 @pytest.mark.parametrize("end", ["finished", "killed", "killed in an event"])
 def test_a_run_that_goes_on_adds_to_its_trace(tmp_path, end):
-    first = TraceMonitor(tmp_path)
+    first = TraceMonitor(run_in(tmp_path))
     first.rewind(0)
     first.event("train", 100.0, 101.0, "trainer")
     first.event("episode", 100.0, 101.0, "generation")
@@ -270,7 +282,7 @@ def test_a_run_that_goes_on_adds_to_its_trace(tmp_path, end):
     elif end == "killed in an event":
         with (tmp_path / "trace.json").open("a") as file:
             file.write(',\n{"pid": 1, "na')
-    second = TraceMonitor(tmp_path)
+    second = TraceMonitor(run_in(tmp_path))
     second.rewind(3)
     second.event("train", 200.0, 201.0, "trainer")
     second.event("sync", 201.0, 202.0, "sync")
@@ -284,12 +296,12 @@ def test_a_run_that_goes_on_adds_to_its_trace(tmp_path, end):
 
 
 def test_a_trace_without_events_is_an_empty_list(tmp_path):
-    TraceMonitor(tmp_path).finish(SUMMARY)
+    TraceMonitor(run_in(tmp_path)).finish(SUMMARY)
     assert trace_events(tmp_path / "trace.json", finished=True) == []
 
 
 def test_spans_of_one_lane_that_overlap_go_to_different_rows(tmp_path):
-    monitor = TraceMonitor(tmp_path)
+    monitor = TraceMonitor(run_in(tmp_path))
     spans = [(0.0, 3.0), (1.0, 4.0), (3.0, 5.0), (3.5, 6.0), (4.0, 7.0)]
     for start, end in spans:
         monitor.event("episode", start, end, "generation")
@@ -319,7 +331,7 @@ METRICS_OF_A_STEP = {
 def test_the_plain_console_prints_one_line_a_step_with_what_is_known():
     out = io.StringIO()
     times = iter([0.0, 10.0])
-    monitor = ConsoleMonitor(total_steps=10, file=out, clock=lambda: next(times))
+    monitor = ConsoleMonitor(run_in(total_steps=10), file=out, clock=lambda: next(times))
     monitor.log(1, METRICS_OF_A_STEP)
     monitor.log(2, METRICS_OF_A_STEP)
     monitor.finish(SUMMARY)
@@ -334,7 +346,7 @@ def test_the_plain_console_prints_one_line_a_step_with_what_is_known():
 
 def test_the_rich_console_draws_a_table_and_leaves_the_rows_behind():
     out = io.StringIO()
-    monitor = ConsoleMonitor(total_steps=2, mode="rich", file=out)
+    monitor = ConsoleMonitor(run_in(total_steps=2), mode="rich", file=out)
     monitor.log(1, METRICS_OF_A_STEP)
     monitor.log(2, {})
     monitor.finish(SUMMARY)
@@ -347,7 +359,7 @@ def test_the_rich_console_draws_a_table_and_leaves_the_rows_behind():
 def test_the_console_says_where_a_run_goes_on_and_counts_the_time_left_anew():
     out = io.StringIO()
     times = iter([0.0, 10.0, 5000.0, 5001.0])
-    monitor = ConsoleMonitor(total_steps=4, file=out, mode="plain", clock=lambda: next(times))
+    monitor = ConsoleMonitor(run_in(total_steps=4), file=out, mode="plain", clock=lambda: next(times))
     monitor.rewind(0)
     monitor.log(1, {})
     monitor.log(2, {})

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("prometheus_client")
 
+from miles_core.monitor import MonitoredRun
 from miles_core.monitor.config import PrometheusConfig
 from miles_core.monitor.prometheus import PrometheusError, PrometheusMonitor
 from miles_core.monitor.summary import RunSummary
 from prometheus_client.parser import text_string_to_metric_families
+
+
+def monitor_of(name: str, *, port: int) -> PrometheusMonitor:
+    run = MonitoredRun(path=Path("runs") / name, total_steps=4, config={})
+    return PrometheusMonitor(run, config=PrometheusConfig(enabled=True, port=port))
 
 
 def scrape(url: str) -> dict[str, tuple[float, dict[str, str]]]:
@@ -23,7 +30,7 @@ def scrape(url: str) -> dict[str, tuple[float, dict[str, str]]]:
 
 
 def test_the_latest_value_of_every_metric_is_exposed_under_the_run() -> None:
-    monitor = PrometheusMonitor(PrometheusConfig(enabled=True, port=0), run_name='night "run"')
+    monitor = monitor_of('night "run"', port=0)
     try:
         assert scrape(monitor.url) == {}
         monitor.log(3, {"reward/mean": 0.25, "eval/pass@8": 0.5, "loss/total": float("nan")})
@@ -41,10 +48,8 @@ def test_the_port_is_free_again_after_the_run_and_a_taken_one_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PrometheusError, match=f"127.0.0.1:{port}.*monitor.prometheus.port"):
-            PrometheusMonitor(PrometheusConfig(enabled=True, port=port), run_name="run")
-    first = PrometheusMonitor(PrometheusConfig(enabled=True, port=0), run_name="run")
+            monitor_of("run", port=port)
+    first = monitor_of("run", port=0)
     port = int(first.url.split(":")[2].split("/")[0])
     first.finish(RunSummary(status="finished", steps=0, seconds=0.0))
-    PrometheusMonitor(PrometheusConfig(enabled=True, port=port), run_name="run").finish(
-        RunSummary(status="finished", steps=0, seconds=0.0)
-    )
+    monitor_of("run", port=port).finish(RunSummary(status="finished", steps=0, seconds=0.0))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
+from miles_core.monitor import MonitoredRun
 from miles_core.monitor.console import ConsoleMonitor
 from miles_core.monitor.remarks import Remarks
 
@@ -45,7 +47,7 @@ def test_each_disturbance_has_its_words(metrics, remark):
 @pytest.mark.parametrize("mode", ["plain", "rich"])
 def test_the_console_says_it_beside_the_numbers(mode):
     out = io.StringIO()
-    console = ConsoleMonitor(total_steps=9, mode=mode, file=out)
+    console = ConsoleMonitor(MonitoredRun(path=Path("run"), total_steps=9, config={}), mode=mode, file=out)
     console.log(1, {"reward/mean": 0.5, "engine/restarts": 1.0})
     console.log_late(1, {"eval/skipped": 1.0})
     assert "1 engine restarted" in out.getvalue()

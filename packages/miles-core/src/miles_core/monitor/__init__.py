@@ -1,6 +1,6 @@
 """Where metrics, spans and the summary of a run go. Libraries return numbers; only monitors write them."""
 
-from .base import Monitor, MultiMonitor, StepError
+from .base import Monitor, MonitoredRun, MultiMonitor, StepError
 from .build import build_monitor
 from .config import MonitorConfig, TrackioConfig, WandbConfig
 from .jsonl import JsonlMonitor, read_metrics, read_summary
@@ -11,6 +11,7 @@ __all__ = [
     "JsonlMonitor",
     "Monitor",
     "MonitorConfig",
+    "MonitoredRun",
     "MultiMonitor",
     "RunSummary",
     "Span",

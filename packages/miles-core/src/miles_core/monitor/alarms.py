@@ -14,7 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from .summary import RunSummary, format_seconds
+from .base import Monitor
+from .summary import format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-class Alarms:
+class Alarms(Monitor):
     """A monitor that writes no numbers but says when they are alarming."""
 
     def __init__(
@@ -138,17 +139,8 @@ class Alarms:
         for name, rule in self._rules.items():
             self._judge(name, rule(self._steps))
 
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """No rule looks back."""
-
     def rewind(self, step: int) -> None:
         self._steps.clear()
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
-
-    def finish(self, summary: RunSummary) -> None:
-        """Nothing is open."""
 
     def check_stall(self, *, least_s: float = 300.0) -> None:
         """Sound when the present step takes far longer than those before: ten times the median, `least_s` at least."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from miles_tito.shared.plugins import Plugin, resolve
+from miles_tito.shared.settings import SettingError, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,27 @@ class MonitorConfig:
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    custom: tuple[str | Plugin, ...] = ()
+    """Monitors of your own, each an import string `module:Class`, or a table with its `name` and `args`. A class is
+    called with the run (`miles_core.monitor.MonitoredRun`) and its args; one that fails later is switched off."""
 
     def __post_init__(self) -> None:
-        if not self.fsync_interval_s >= 0:
-            raise ValueError(f"`fsync_interval_s` is {self.fsync_interval_s}; it must be 0 or more.")
+        require(self.fsync_interval_s >= 0, "fsync_interval_s", self.fsync_interval_s, "0 or more")
+        for choice in self.custom:
+            if ":" not in _name(choice):
+                raise SettingError(
+                    f"`custom` has {_name(choice)!r}, which is no import string such as 'my_module:MyMonitor'; the "
+                    "monitors that Miles brings have keys of their own."
+                )
+
+    def load_plugins(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Import the monitors of `custom`: the name of each and what makes it; nothing is made.
+
+        Raises:
+            SettingError: an import string leads nowhere, or what it names does not take its arguments.
+        """
+        return [(_name(choice), resolve(choice, {}, kind="monitor", positional=1)) for choice in self.custom]
+
+
+def _name(choice: str | Plugin) -> str:
+    return choice if isinstance(choice, str) else choice.name

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .base import Monitor, MonitoredRun
 from .remarks import Remarks
 from .summary import RunSummary, format_seconds
 
@@ -28,21 +29,21 @@ class Column:
     show: Callable[[Mapping[str, float]], str]
 
 
-class ConsoleMonitor:
+class ConsoleMonitor(Monitor):
     """Prints rows with rich on a terminal, plain lines elsewhere (a log file, CI)."""
 
     def __init__(
         self,
+        run: MonitoredRun,
         *,
-        total_steps: int,
         mode: Literal["auto", "rich", "plain"] = "auto",
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(file=file, highlight=False, force_terminal=True if mode == "rich" else None)
         self._plain = mode == "plain" or (mode == "auto" and not self._console.is_terminal)
-        self._total = total_steps
-        self._eta = Eta(total_steps, clock=clock)
+        self._total = run.total_steps
+        self._eta = Eta(run.total_steps, clock=clock)
         self._rows = 0
         self._remarks = Remarks()
         self._progress: Progress | None = None
@@ -73,9 +74,6 @@ class ConsoleMonitor:
         self._eta.restart()
         if step:
             self._console.print(f"going on from step {step}", soft_wrap=True)
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
 
     def finish(self, summary: RunSummary) -> None:
         if self._progress is not None:

@@ -5,15 +5,18 @@ Rows of steps that a run went back behind are kept in `metrics.discarded.jsonl`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from miles_tito.shared.files import write_atomic
+
+from .base import Monitor
 from .summary import RunSummary
 
 METRICS_FILE = "metrics.jsonl"
@@ -21,7 +24,7 @@ DISCARDED_FILE = "metrics.discarded.jsonl"
 SUMMARY_FILE = "summary.json"
 
 
-class JsonlMonitor:
+class JsonlMonitor(Monitor):
     """Appends rows `{"step": 3, "time": …, "reward/mean": …}`.
 
     A row is one `write` and therefore survives the death of the process; `fsync_interval_s` bounds what the death
@@ -63,24 +66,14 @@ class JsonlMonitor:
         if not gone:
             return
         _append_missing(self._dir / DISCARDED_FILE, gone)
-        partial = self._dir / (METRICS_FILE + ".partial")
-        with partial.open("wb") as file:
-            file.write(b"".join(kept))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path)
+        write_atomic(self._path, b"".join(kept), durable=True)
         os.close(self._fd)
         self._fd = self._open()
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
 
     def finish(self, summary: RunSummary) -> None:
         self._sync()
         os.close(self._fd)
-        partial = self._dir / (SUMMARY_FILE + ".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8")
-        partial.replace(self._dir / SUMMARY_FILE)  # atomic: a reader sees a whole summary or none
+        write_atomic(self._dir / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
 
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

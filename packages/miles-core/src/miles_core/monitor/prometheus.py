@@ -9,6 +9,7 @@ from typing import Any
 
 from miles_tito.errors import MilesError, MissingDependency
 
+from .base import Monitor, MonitoredRun
 from .config import PrometheusConfig
 from .names import describe
 from .summary import RunSummary
@@ -28,15 +29,15 @@ class PrometheusError(MilesError, OSError):
     """The endpoint cannot be opened."""
 
 
-class PrometheusMonitor:
+class PrometheusMonitor(Monitor):
     """Gauges `miles_<part>_<what>{run="<name>"}`; a metric that a step does not report keeps its last value."""
 
-    def __init__(self, config: PrometheusConfig, *, run_name: str) -> None:
+    def __init__(self, run: MonitoredRun, *, config: PrometheusConfig) -> None:
         """
         Raises:
             PrometheusError: the port is taken.
         """
-        self._run_name = run_name
+        self._run_name = run.name
         self._latest: dict[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)
@@ -56,12 +57,6 @@ class PrometheusMonitor:
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest = self._latest | {name: float(value) for name, value in metrics.items()}
-
-    def rewind(self, step: int) -> None:
-        """The next step says what holds."""
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
 
     def finish(self, summary: RunSummary) -> None:
         self._server.shutdown()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from miles_tito.errors import MissingDependency
 
+from .base import Monitor, MonitoredRun
 from .summary import RunSummary
 
 try:
@@ -22,11 +22,11 @@ except ImportError as error:
     ) from error
 
 
-class TensorboardMonitor:
+class TensorboardMonitor(Monitor):
     """One scalar a metric under `<run>/tensorboard`; look with `tensorboard --logdir <run>`."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+    def __init__(self, run: MonitoredRun) -> None:
+        self._writer = EventFileWriter(str(run.path / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [
@@ -44,9 +44,6 @@ class TensorboardMonitor:
         """TensorBoard drops what this directory says of later steps."""
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
 
     def finish(self, summary: RunSummary) -> None:
         self._writer.close()

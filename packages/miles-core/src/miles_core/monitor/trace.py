@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .base import Monitor, MonitoredRun
 from .summary import RunSummary
 
 TRACE_FILE = "trace.json"
 COUNTERS = ("reward/mean", "staleness/mean", "engine/tokens_per_s", "buffer/queued", "eval/score")
 
 
-class TraceMonitor:
+class TraceMonitor(Monitor):
     """Writes each event as it comes.
 
     The array form of the format may lack its closing bracket, so the file of a killed run opens as well; `finish`
@@ -24,17 +25,15 @@ class TraceMonitor:
     a stack.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run: MonitoredRun) -> None:
+        path = run.path / TRACE_FILE
         self._rows: dict[str, list[float]] = {}
-        self._thread_ids, size = _reopened(run_dir / TRACE_FILE)
+        self._thread_ids, size = _reopened(path)
         """Of each row, by its label."""
-        self._fd = os.open(run_dir / TRACE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.ftruncate(self._fd, size)
         self._first = size == 0
         self._last_time = 0.0
-
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A counter has no past; the span of the evaluation shows when it ran."""
 
     def event(self, name: str, start: float, end: float, lane: str) -> None:
         thread = self._thread(lane, self._free_row(lane, start, end))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from miles_tito.errors import MissingDependency
 
+from .base import Monitor, MonitoredRun
 from .config import TrackioConfig
 from .summary import RunSummary
 
@@ -16,18 +16,19 @@ except ImportError as error:
     raise MissingDependency("`monitor.trackio` needs the trackio package: pip install 'miles-core[trackio]'") from error
 
 
-class TrackioMonitor:
-    """One trackio run; look with `trackio show --project <project>`."""
+class TrackioMonitor(Monitor):
+    """One trackio run; look with `trackio show --project <project>`.
 
-    def __init__(
-        self, config: TrackioConfig, *, run_name: str, run_config: Mapping[str, Any], is_resumed: bool = False
-    ) -> None:
+    trackio cannot take rows back: steps that are done again appear twice.
+    """
+
+    def __init__(self, run: MonitoredRun, *, config: TrackioConfig) -> None:
         self._run = trackio.init(
             project=config.project,
-            name=run_name,
+            name=run.name,
             space_id=config.space_id,
-            resume="allow" if is_resumed else "never",
-            config=dict(run_config),
+            resume="allow" if run.is_resumed else "never",
+            config=dict(run.config),
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -38,12 +39,6 @@ class TrackioMonitor:
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log(step, metrics)
-
-    def rewind(self, step: int) -> None:
-        """trackio cannot take rows back: steps that are done again appear twice."""
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
 
     def finish(self, summary: RunSummary) -> None:
         self._run.finish()

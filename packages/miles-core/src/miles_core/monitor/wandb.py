@@ -6,10 +6,10 @@ import dataclasses
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from miles_tito.errors import MissingDependency
 
+from .base import Monitor, MonitoredRun
 from .config import WandbConfig
 from .summary import RunSummary
 
@@ -26,19 +26,22 @@ RUN_ID = "wandb_run_id"
 """File in the run directory, so that a resumed run goes on in the same W&B run."""
 
 
-class WandbMonitor:
-    """One W&B run; in offline mode everything stays under `<run>/wandb`."""
+class WandbMonitor(Monitor):
+    """One W&B run; in offline mode everything stays under `<run>/wandb`.
 
-    def __init__(self, config: WandbConfig, *, run_dir: Path, run_name: str, run_config: Mapping[str, Any]) -> None:
+    Steps that are done again are drawn over the old ones; W&B keeps both.
+    """
+
+    def __init__(self, run: MonitoredRun, *, config: WandbConfig) -> None:
         self._run = wandb.init(
-            id=_run_id(run_dir / RUN_ID),
+            id=_run_id(run.path / RUN_ID),
             resume="allow",
             project=config.project,
             entity=config.entity,
             mode=config.mode,
-            name=run_name,
-            dir=str(run_dir),
-            config=dict(run_config),
+            name=run.name,
+            dir=str(run.path),
+            config=dict(run.config),
             settings=wandb.Settings(silent=True, console="off"),
         )
         # W&B's own step never goes back. A resumed run may, and the score of an evaluation beside training belongs to
@@ -57,12 +60,6 @@ class WandbMonitor:
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row without a step of training, on the axis of evaluations."""
         self._run.log({name: float(value) for name, value in metrics.items()} | {EVAL_STEP: float(step)})
-
-    def rewind(self, step: int) -> None:
-        """Steps that are done again are drawn over the old ones; W&B keeps both."""
-
-    def event(self, name: str, start: float, end: float, lane: str) -> None:
-        """Spans belong to the trace."""
 
     def finish(self, summary: RunSummary) -> None:
         self._run.summary.update(dataclasses.asdict(summary))

@@ -99,6 +99,7 @@ def resolve_imports(config: Config) -> None:
     for key, target in named.items():
         if target is not None and (":" in target or key in shipped):
             load(target, what=key)
+    config.monitor.load_plugins()
 
 
 def read_shape(folder: Path) -> ModelShape | None:
