@@ -173,9 +173,9 @@ def test_your_own_function_is_called_with_the_rewards_and_checked() -> None:
 def test_an_advantage_can_be_an_import_string_and_a_wrong_name_gets_a_suggestion() -> None:
     refs = [make_ref("x", [0.0, 1.0])]
     assert advantages_by_episode(refs, advantage="miles_rollout.advantages:dr_grpo") == {"x/0": -0.5, "x/1": 0.5}
-    with pytest.raises(RolloutConfigError, match=r"No advantage is called 'gprpo'. Did you mean 'grpo'\?"):
+    with pytest.raises(RolloutConfigError, match=r"'gprpo'. Did you mean grpo\b.*\? Built in: dr_grpo, grpo"):
         advantages_by_episode(refs, advantage="gprpo")
-    with pytest.raises(RolloutConfigError, match="cannot be imported: AttributeError"):
+    with pytest.raises(RolloutConfigError, match=r"miles_rollout\.advantages has no 'nothing'"):
         advantages_by_episode(refs, advantage="miles_rollout.advantages:nothing")
-    with pytest.raises(RolloutConfigError, match="is a str, not a callable"):
+    with pytest.raises(RolloutConfigError, match="a str that cannot be called"):
         advantages_by_episode(refs, advantage="miles_rollout.advantages:__name__")

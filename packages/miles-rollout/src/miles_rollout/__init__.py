@@ -1,5 +1,7 @@
 """Rollout: workers, the bounded group buffer, advantages, evaluation. Engines live in `miles_rollout.engines`."""
 
+from miles_tito.shared.plugins import Plugin, resolve
+
 from .advantages import (
     ADVANTAGES,
     AdvantageRows,
@@ -46,7 +48,6 @@ from .policies import (
 )
 from .producer import Gate, Spool, produce
 from .prompts import PromptSource, PromptState, PromptStream
-from .registry import resolve
 from .resume import Resume, ResumedGroup, Retry
 from .worker import Sessions, Worker
 
@@ -73,6 +74,7 @@ __all__ = [
     "GroupBuffer",
     "LeastBusy",
     "Observer",
+    "Plugin",
     "PromptError",
     "PromptScore",
     "PromptSource",

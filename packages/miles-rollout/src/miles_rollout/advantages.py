@@ -14,11 +14,11 @@ from types import MappingProxyType
 
 from miles_tito import Group, GroupRef, Sample
 from miles_tito.records.samples import to_samples
+from miles_tito.shared.plugins import Plugin, resolve
 
 from .errors import AdvantageError
 from .filters import has_spread
 from .policies import MASKED_EPISODES
-from .registry import resolve
 
 Rewards = Sequence[Sequence["float | None"]]
 AdvantageRows = list[list["float | None"]]
@@ -87,8 +87,13 @@ ADVANTAGES: Mapping[str, Advantages] = MappingProxyType(
 """The built-in advantage functions by name."""
 
 
+def load_advantage(choice: str | Plugin | Advantages) -> Advantages:
+    """The advantage function that a setting names, its arguments bound."""
+    return resolve(choice, ADVANTAGES, kind="advantage", positional=1)
+
+
 def advantages_by_episode(
-    groups: Sequence[Group | GroupRef], *, advantage: str | Advantages = "grpo"
+    groups: Sequence[Group | GroupRef], *, advantage: str | Plugin | Advantages = "grpo"
 ) -> dict[str, float | None]:
     """The advantage of each episode of a batch, by episode id; None for an episode that is not trained.
 
@@ -101,7 +106,7 @@ def advantages_by_episode(
     _check_distinct(groups)
     rewards_BG = [[episode.reward for episode in group.episodes] for group in groups]
     _check_rewards(groups, rewards_BG)
-    advantages_BG = resolve(advantage, ADVANTAGES, kind="advantage")(rewards_BG)
+    advantages_BG = load_advantage(advantage)(rewards_BG)
     _check_shape(rewards_BG, advantages_BG)
     by_episode: dict[str, float | None] = {}
     for group, advantages_G in zip(groups, advantages_BG, strict=True):
@@ -111,7 +116,9 @@ def advantages_by_episode(
     return by_episode
 
 
-def assign_advantages(groups: Group | Sequence[Group], *, advantage: str | Advantages = "grpo") -> list[Sample]:
+def assign_advantages(
+    groups: Group | Sequence[Group], *, advantage: str | Plugin | Advantages = "grpo"
+) -> list[Sample]:
     """Training samples of one group or of a batch, one for each trained trajectory, in the order given."""
     batch = [groups] if isinstance(groups, Group) else list(groups)
     by_episode = advantages_by_episode(batch, advantage=advantage)

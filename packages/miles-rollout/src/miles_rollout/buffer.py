@@ -26,25 +26,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from miles_tito import GroupRef, Prompt
+from miles_tito.shared.settings import SettingError
 
 from .config import RolloutConfig
 from .dispatch import FAILED_BECAUSE
-from .errors import BufferClosedError, BufferStateError, RolloutConfigError
+from .errors import BufferClosedError, BufferStateError
 from .fates import Fate, FateBook, FateCounts, Observer
-from .filters import FILTERS, Filter
+from .filters import load_filter
 from .guards import ENGINE_BEHIND, EmptyBatchGuard, FailureBudget, first_line
 from .meters import BufferMeter
 from .policies import (
-    FAILURE_POLICIES,
     MASKED_EPISODES,
-    POLICIES,
-    FailurePolicy,
     StalePolicy,
     Verdict,
+    load_failure_policy,
+    load_stale_policy,
     rest_can_wait,
     stale_episodes,
 )
-from .registry import resolve
 from .resume import Resume, Retry
 
 
@@ -83,10 +82,10 @@ class GroupBuffer:
             version: weight version that the engines hold at the start.
         """
         self._config = config
-        self._filter: Filter = resolve(config.filter, FILTERS, kind="filter")
-        self._failure_policy: FailurePolicy = resolve(config.failure_policy, FAILURE_POLICIES, kind="failure policy")
-        self._put_policy: StalePolicy = resolve(config.put_policy, POLICIES, kind="stale policy")
-        self._take_policy: StalePolicy = resolve(config.take_policy, POLICIES, kind="stale policy")
+        self._filter = load_filter(config.filter)
+        self._failure_policy = load_failure_policy(config.failure_policy)
+        self._put_policy = load_stale_policy(config.put_policy)
+        self._take_policy = load_stale_policy(config.take_policy)
         self._empty = EmptyBatchGuard(
             max_empty_batches=config.max_empty_batches, groups_per_step=config.groups_per_step
         )
@@ -335,7 +334,7 @@ class GroupBuffer:
         if ref.num_rewarded < len(ref.episodes):
             verdict = self._failure_policy(ref, required_rewards=required)
         if verdict is Verdict.MASK:
-            raise RolloutConfigError(
+            raise SettingError(
                 f"`failure_policy` = {self._config.failure_policy!r} answered 'mask' for group {ref.id}; failed "
                 "episodes are never trained, so it answers keep, drop or retry."
             )

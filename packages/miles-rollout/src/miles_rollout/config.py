@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from miles_tito import Sampling
+from miles_tito.shared.plugins import Plugin, check_name, name_of
+from miles_tito.shared.settings import SettingError, at_least, require
 
-from .advantages import ADVANTAGES
-from .errors import RolloutConfigError
-from .filters import FILTERS
-from .policies import FAILURE_POLICIES, POLICIES
-from .registry import check_name
+from .advantages import ADVANTAGES, load_advantage
+from .filters import FILTERS, load_filter
+from .policies import FAILURE_POLICIES, POLICIES, load_failure_policy, load_stale_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +52,19 @@ class RolloutConfig:
     `mask` keeps them as context only, so that every trajectory is trained on tokens of one version."""
     min_rewards: int | None = None
     """Rewarded episodes that a group needs, else it has failed. By default 2, or 1 where `group_size` is 1."""
-    advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, or an import string."""
-    filter: str = "nonzero_spread"
+    advantage: str | Plugin = "grpo"
+    """grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, or an import string. With arguments, like every plug-in
+    below: `{ name = "my_pkg.rl:scaled", args = { scale = 2.0 } }`."""
+    filter: str | Plugin = "nonzero_spread"
     """nonzero_spread, no_truncated, no_filter, or an import string."""
-    failure_policy: str = "keep"
+    failure_policy: str | Plugin = "keep"
     """For groups with failed episodes. `keep` trains the rest if it holds `min_rewards`, `retry` runs the prompt again
     if it does not, `drop` discards the group whatever is left; or an import string."""
     group_retries: int = 3
     """Times in a row that a prompt runs again because a policy said retry; then its group is discarded for good."""
-    put_policy: str = "mask"
+    put_policy: str | Plugin = "mask"
     """For groups that are too old when they finish: keep, drop, retry, mask, or an import string."""
-    take_policy: str = "mask"
+    take_policy: str | Plugin = "mask"
     """For groups that are too old when a batch is made: keep, drop, retry, mask, or an import string."""
     max_empty_batches: int = 8
     """Batches' worth of discarded groups in a row after which the run stops with advice."""
@@ -75,30 +76,23 @@ class RolloutConfig:
     """Failures below this number never stop a run."""
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "groups_per_step", "max_concurrent_episodes", "max_empty_batches"):
-            self._at_least(name, 1)
-        for name in ("max_staleness", "retries", "deadline_grace_s", "retry_backoff_s", "group_retries"):
-            self._at_least(name, 0)
-        self._at_least("failure_window", 1)
-        self._at_least("min_failures", 1)
-        if not (math.isfinite(self.episode_timeout_s) and self.episode_timeout_s > 0):
-            raise RolloutConfigError(
-                f"`episode_timeout_s` is {self.episode_timeout_s}; it must be a positive number of seconds: "
-                "an episode without a deadline can hold its permit for ever."
-            )
-        if not 0 <= self.max_failure_rate <= 1:
-            raise RolloutConfigError(
-                f"`max_failure_rate` is {self.max_failure_rate}; it is a share and lies in [0, 1]."
-            )
+        at_least(self, 1, "group_size", "groups_per_step", "max_concurrent_episodes", "max_empty_batches")
+        at_least(self, 0, "max_staleness", "retries", "deadline_grace_s", "retry_backoff_s", "group_retries")
+        at_least(self, 1, "failure_window", "min_failures")
+        require(
+            math.isfinite(self.episode_timeout_s) and self.episode_timeout_s > 0,
+            "episode_timeout_s",
+            self.episode_timeout_s,
+            "a positive number of seconds: an episode without a deadline can hold its permit for ever",
+        )
+        require(0 <= self.max_failure_rate <= 1, "max_failure_rate", self.max_failure_rate, "a share, from 0 to 1")
         if self.min_failures > self.failure_window:
-            raise RolloutConfigError(
+            raise SettingError(
                 f"`min_failures` is {self.min_failures} but `failure_window` holds only {self.failure_window} "
                 "episodes: the budget could never stop the run. Set `max_failure_rate` to 1 to switch it off."
             )
-        if self.stragglers not in ("overtake", "wait"):
-            raise RolloutConfigError(f"`stragglers` is {self.stragglers!r}; it is 'overtake' or 'wait'.")
-        if self.partial not in ("train", "mask"):
-            raise RolloutConfigError(f"`partial` is {self.partial!r}; it is 'train' or 'mask'.")
+        require(self.stragglers in ("overtake", "wait"), "stragglers", self.stragglers, "'overtake' or 'wait'")
+        require(self.partial in ("train", "mask"), "partial", self.partial, "'train' or 'mask'")
         self._check_oversampling()
         check_name(self.failure_policy, FAILURE_POLICIES, kind="failure policy")
         check_name(self.advantage, ADVANTAGES, kind="advantage")
@@ -117,35 +111,46 @@ class RolloutConfig:
         """`min_rewards` with its default filled in."""
         return min(2, self.group_size) if self.min_rewards is None else self.min_rewards
 
-    def _at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not value >= least:
-            raise RolloutConfigError(f"`{name}` is {value}; it must be at least {least}.")
+    @property
+    def trains_stale_groups(self) -> bool:
+        """Whether groups may be trained however old they are."""
+        return "keep" in (name_of(self.put_policy), name_of(self.take_policy))
+
+    def load_plugins(self) -> None:
+        """Import every plug-in, and check that it takes its arguments; a run does so before it starts anything.
+
+        Raises:
+            ImportStringError: there is no such object, or it cannot be called as it will be.
+        """
+        load_advantage(self.advantage)
+        load_filter(self.filter)
+        load_failure_policy(self.failure_policy)
+        load_stale_policy(self.put_policy)
+        load_stale_policy(self.take_policy)
 
     def _check_oversampling(self) -> None:
-        if not 1 <= self.oversampling < math.inf:
-            raise RolloutConfigError(f"`oversampling` is {self.oversampling}; it is a factor of at least 1.")
+        require(1 <= self.oversampling < math.inf, "oversampling", self.oversampling, "a finite factor of at least 1")
         if self.oversampling > 1 and self.stragglers == "wait":
-            raise RolloutConfigError(
+            raise SettingError(
                 f"`oversampling` is {self.oversampling} but `stragglers` is 'wait', which trains every group in time "
                 'and so has no use for more than can be trained. Set `stragglers = "overtake"`, or leave it at 1.'
             )
 
     def _check_group_size(self) -> None:
         if not 1 <= self.required_rewards <= self.group_size:
-            raise RolloutConfigError(
+            raise SettingError(
                 f"`min_rewards` is {self.min_rewards} but `group_size` is {self.group_size}; "
                 "it must lie between 1 and the group size."
             )
         if self.group_size > 1:
             return
-        if self.filter == "nonzero_spread":
-            raise RolloutConfigError(
+        if name_of(self.filter) == "nonzero_spread":
+            raise SettingError(
                 "`group_size` is 1 and `filter` is 'nonzero_spread': one episode has no spread, so every group would "
                 'be discarded. Set `filter = "no_filter"`, or a `group_size` of 2 or more.'
             )
-        if self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"):
-            raise RolloutConfigError(
-                f"`group_size` is 1 and `advantage` is {self.advantage!r}, whose baseline comes from siblings: every "
-                'advantage would be 0. Set `advantage = "reinforce_pp"`, or a `group_size` of 2 or more.'
+        if (name := name_of(self.advantage)) in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"):
+            raise SettingError(
+                f"`group_size` is 1 and `advantage` is {name!r}, whose baseline comes from siblings: every advantage "
+                'would be 0. Set `advantage = "reinforce_pp"`, or a `group_size` of 2 or more.'
             )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from miles_tito import MilesError
+from miles_tito.shared.settings import SettingError
 
-
-class RolloutConfigError(MilesError, ValueError):
-    """A rollout setting is out of range, or two settings contradict one another."""
+RolloutConfigError = SettingError
+"""An older name."""
 
 
 class PromptError(MilesError, ValueError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from miles_tito import FinishReason, GroupRef
+from miles_tito.shared.plugins import Plugin, resolve
 
 Filter = Callable[[GroupRef], "str | None"]
 """None keeps the group; otherwise a short reason that can be counted."""
@@ -52,3 +53,8 @@ FILTERS: Mapping[str, Filter] = MappingProxyType(
     {"nonzero_spread": nonzero_spread, "no_truncated": no_truncated, "no_filter": no_filter}
 )
 """The built-in filters by name."""
+
+
+def load_filter(choice: str | Plugin | Filter) -> Filter:
+    """The filter that a setting names, its arguments bound."""
+    return resolve(choice, FILTERS, kind="filter", positional=1)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from miles_tito import GroupRef
+from miles_tito.shared.plugins import Plugin, resolve
 
 MASKED_EPISODES = "masked_episodes"
 """Key in `GroupRef.metadata`: ids of episodes whose reward counts for the baseline but which are not trained."""
@@ -108,3 +109,13 @@ FAILURE_POLICIES: Mapping[str, FailurePolicy] = MappingProxyType(
     {"keep": keep_rest, "drop": drop_incomplete, "retry": retry_group}
 )
 """The built-in failure policies by name."""
+
+
+def load_stale_policy(choice: str | Plugin | StalePolicy) -> StalePolicy:
+    """The stale policy that a setting names, its arguments bound."""
+    return resolve(choice, POLICIES, kind="stale policy", positional=1, keywords=("staleness", "max_staleness"))
+
+
+def load_failure_policy(choice: str | Plugin | FailurePolicy) -> FailurePolicy:
+    """The failure policy that a setting names, its arguments bound."""
+    return resolve(choice, FAILURE_POLICIES, kind="failure policy", positional=1, keywords=("required_rewards",))

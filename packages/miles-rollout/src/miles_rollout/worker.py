@@ -37,9 +37,9 @@ from miles_tito import (
     summarize,
 )
 from miles_tito.records.samples import mask_older_versions
+from miles_tito.shared.settings import SettingError
 
 from .config import RolloutConfig
-from .errors import RolloutConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Worker:
     ) -> Worker:
         """One of `num_workers` workers, with its share of the permits."""
         if num_workers > config.max_concurrent_episodes:
-            raise RolloutConfigError(
+            raise SettingError(
                 f"{num_workers} workers cannot share {config.max_concurrent_episodes} permits "
                 "(`max_concurrent_episodes`): each needs at least one."
             )

@@ -68,8 +68,8 @@ def test_options_that_miles_sets_are_refused_with_the_reason(key: str):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"count": 0}, "`count` of an engine is 0; it must be 1 or more"),
-        ({"threads": -1}, "`threads` of an engine is -1"),
+        ({"count": 0}, "`count` is 0; it must be at least 1"),
+        ({"threads": -1}, "`threads` is -1"),
         ({"start_timeout_s": 0.0}, r"`start_timeout_s` is 0\.0"),
         ({"urls": ("host:1",)}, "'host:1' does not start with http"),
         ({"urls": ("http://a", "http://a/")}, "names a server twice"),

@@ -241,7 +241,7 @@ def test_routing_that_fails_is_tried_until_it_holds():
     "fields", [{"dead_after_s": 0}, {"suspect_after": 0}, {"max_restarts": -1}, {"backoff_s": 9, "backoff_max_s": 1}]
 )
 def test_thresholds_out_of_range_are_refused(fields: dict[str, float]):
-    with pytest.raises(EngineConfigError, match=r"`health` is"):
+    with pytest.raises(EngineConfigError, match=rf"`({'|'.join(fields)})` is -?\d+; it must be (positive|at least)"):
         HealthConfig(**fields)  # pyright: ignore[reportArgumentType]
 
 

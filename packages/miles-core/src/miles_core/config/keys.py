@@ -115,7 +115,7 @@ def _single_name(annotation: Any) -> str:
         return f"list of {_single_name(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)}: {', '.join(_single_name(a) for a in arguments)}"
-    if _items(annotation) is not None:
+    if _items(annotation) is not None or dataclasses.is_dataclass(annotation):
         return "table"
     return "anything"
 
@@ -131,7 +131,9 @@ def _hints(section: type) -> dict[str, Any]:
 
 
 def _table(annotation: Any) -> type | None:
-    """The dataclass that `annotation` is, or is beside None."""
+    """The dataclass that `annotation` is, or is beside None. A plug-in, which may be a name alone, is no table."""
+    if str in options(annotation):
+        return None
     return next((o for o in options(annotation) if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
 
 

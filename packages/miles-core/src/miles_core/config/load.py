@@ -85,6 +85,8 @@ def validate(layers: Layers) -> tuple[Config, list[Problem], list[KeyPath]]:
         except ValidationError as invalid:
             found = {_wrong_key(error, table): error for error in invalid.errors(include_url=False)}
         for path, error in found.items():
+            if any(len(other) > len(path) and other[: len(path)] == path for other in found):
+                continue  # a key inside is named: what the other types of a union say of the whole is no help
             source = layers.sources.get(path, "")
             problems.append(Problem(source, ".".join(path), _message(error, path)))
             removed.append(path)

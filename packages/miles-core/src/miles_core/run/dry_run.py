@@ -87,12 +87,7 @@ def resolve_imports(config: Config) -> None:
         "env.target": config.env.target,
         "model.builder": config.model.builder,
         "sft.data": config.sft.data,
-        "rollout.advantage": config.rollout.advantage,
-        "rollout.filter": config.rollout.filter,
         "eval.external": config.eval.external if is_import_string(config.eval.external or "") else None,
-        "rollout.failure_policy": config.rollout.failure_policy,
-        "rollout.put_policy": config.rollout.put_policy,
-        "rollout.take_policy": config.rollout.take_policy,
         "train.loss.kind": config.train.loss.kind,
     }
     shipped = ("env.target", "model.builder", "sft.data")
@@ -100,6 +95,7 @@ def resolve_imports(config: Config) -> None:
         if target is not None and (":" in target or key in shipped):
             load(target, what=key)
     config.monitor.load_plugins()
+    config.rollout.load_plugins()
 
 
 def read_shape(folder: Path) -> ModelShape | None:

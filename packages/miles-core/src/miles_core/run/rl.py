@@ -125,14 +125,13 @@ class RLRun:
         """A new start in the ledger: of a new run, or from the newest committed step of an old one."""
         rollout = self._config.rollout
         self._checkpoints.clean()
-        keeps_old = "keep" in (rollout.put_policy, rollout.take_policy)
         found = self._checkpoints.latest()
         self._check_commits(found.step if found else 0)
         adopted = adopt_spooled(self._ledger, self._run_dir.trajectories)
         start = self._ledger.start(
             None if self._ledger.is_new else found.step if found else 0,
             limits=Limits(
-                max_staleness=None if keeps_old else rollout.max_staleness,
+                max_staleness=None if rollout.trains_stale_groups else rollout.max_staleness,
                 credits=rollout.num_credits,
                 retries=MAX_LOSSES * (rollout.retries + 1) - 1,
             ),

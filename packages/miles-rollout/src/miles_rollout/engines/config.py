@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from miles_rollout.engines.errors import EngineConfigError
+from miles_tito.shared.settings import SettingError, at_least, require
+
 from miles_rollout.engines.health import HealthConfig
 
 Role = Literal["rollout", "eval", "teacher", "prefill", "decode"]
@@ -72,28 +73,24 @@ class EngineConfig:
     """When an engine counts as dead, and how often it is started again."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "tp", "dp", "context_length", "max_total_tokens", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EngineConfigError(f"`{name}` of an engine is {value}; it must be 1 or more.")
-        if not self.start_timeout_s > 0:
-            raise EngineConfigError(f"`start_timeout_s` is {self.start_timeout_s}; it must be positive.")
+        at_least(self, 1, "count", "tp", "dp", "context_length", "max_total_tokens", "threads")
+        require(self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "positive")
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         object.__setattr__(self, "options", {_dashed(key): value for key, value in self.options.items()})
         self._check_urls()
         for key in self.options:
             if key in RESERVED:
-                raise EngineConfigError(f"`options.{key}` of an engine cannot be set: {RESERVED[key]}.")
+                raise SettingError(f"`options.{key}` of an engine cannot be set: {RESERVED[key]}.")
 
     def _check_urls(self) -> None:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise EngineConfigError(f"Engine url {url!r} does not start with http:// or https://.")
+                raise SettingError(f"Engine url {url!r} does not start with http:// or https://.")
         if len(set(self.urls)) != len(self.urls):
-            raise EngineConfigError(f"`urls` of an engine names a server twice: {', '.join(self.urls)}.")
+            raise SettingError(f"`urls` of an engine names a server twice: {', '.join(self.urls)}.")
         unused = [name for name in ("options", "env") if getattr(self, name)]
         if self.urls and unused:
-            raise EngineConfigError(
+            raise SettingError(
                 f"`{'` and `'.join(unused)}` have no effect on the {len(self.urls)} servers of `urls`, which run "
                 "already. Start those servers with the options, or leave `urls` out."
             )

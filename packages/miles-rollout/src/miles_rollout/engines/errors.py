@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from miles_tito.errors import EngineError, MilesError
+from miles_tito.shared.settings import SettingError
 
-
-class EngineConfigError(MilesError, ValueError):
-    """An `[engines.NAME]` table asks for something that cannot be."""
+EngineConfigError = SettingError
+"""An older name."""
 
 
 class EngineVersionError(MilesError, RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_rollout.engines.errors import EngineConfigError
+from miles_tito.shared.settings import at_least, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,15 @@ class HealthConfig:
 
     def __post_init__(self) -> None:
         for name in ("probe_interval_s", "progress_interval_s", "dead_after_s", "backoff_s", "pause_limit_s"):
-            if not getattr(self, name) > 0:
-                raise EngineConfigError(f"`{name}` of `health` is {getattr(self, name)}; it must be positive.")
-        for name, least in (("suspect_after", 1), ("max_restarts", 0), ("healthy_spell_s", 0)):
-            if getattr(self, name) < least:
-                raise EngineConfigError(f"`{name}` of `health` is {getattr(self, name)}; it must be {least} or more.")
-        if self.backoff_max_s < self.backoff_s:
-            raise EngineConfigError(
-                f"`backoff_max_s` of `health` is {self.backoff_max_s}, below `backoff_s` = {self.backoff_s}."
-            )
+            require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+        at_least(self, 1, "suspect_after")
+        at_least(self, 0, "max_restarts", "healthy_spell_s")
+        require(
+            self.backoff_max_s >= self.backoff_s,
+            "backoff_max_s",
+            self.backoff_max_s,
+            f"at least `backoff_s`, which is {self.backoff_s}",
+        )
 
     def backoff(self, restarts: int) -> float:
         """Seconds to wait before the restart that follows `restarts` others."""

@@ -11,19 +11,17 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
-
-from miles_tito.errors import MilesError
 
 from .settings import SettingError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ImportStringError(MilesError, ValueError):
+class ImportStringError(SettingError):
     """An import string does not lead to an object, or not to one that can be called as it is going to be."""
 
 
@@ -104,14 +102,27 @@ def check_call(found: Any, positional: int, keywords: Mapping[str, Any], *, what
         ) from error
 
 
-def resolve(choice: str | Plugin | F, table: Mapping[str, F], *, kind: str, positional: int) -> F:
+def name_of(choice: str | Plugin) -> str:
+    """The built-in name or the import string, without the arguments."""
+    return choice if isinstance(choice, str) else choice.name
+
+
+def resolve(
+    choice: str | Plugin | F,
+    table: Mapping[str, F],
+    *,
+    kind: str,
+    positional: int | None = None,
+    keywords: Sequence[str] = (),
+) -> F:
     """The callable that a setting chooses, its arguments bound.
 
     Args:
         choice: a name in `table`, an import string, either with arguments, or the callable itself.
         table: the built-in callables by name.
         kind: what is looked up, for the error.
-        positional: how many positional arguments it is going to be called with.
+        positional: how many positional arguments it is going to be called with; None leaves the call unchecked.
+        keywords: names of the keyword arguments that it is going to be called with besides those of the setting.
 
     Raises:
         SettingError: no built-in callable has the name.
@@ -119,16 +130,20 @@ def resolve(choice: str | Plugin | F, table: Mapping[str, F], *, kind: str, posi
     """
     if not isinstance(choice, str | Plugin):
         return choice
-    plugin = Plugin(name=choice) if isinstance(choice, str) else choice
-    check_name(plugin, table, kind=kind)
-    found = table[plugin.name] if plugin.name in table else load(plugin.name, what=kind)
-    check_call(found, positional, plugin.args, what=kind, target=plugin.name)
-    return cast(F, partial(found, **plugin.args)) if plugin.args else cast(F, found)
+    check_name(choice, table, kind=kind)
+    name = name_of(choice)
+    given: Mapping[str, Any] = {} if isinstance(choice, str) else choice.args
+    found = table[name] if name in table else load(name, what=kind)
+    if taken := [key for key in given if key in keywords]:
+        raise ImportStringError(f"`args` of the {kind} {name!r} sets {', '.join(taken)}, which every call passes.")
+    if positional is not None:
+        check_call(found, positional, {**dict.fromkeys(keywords), **given}, what=kind, target=name)
+    return cast(F, partial(found, **given)) if given else cast(F, found)
 
 
 def check_name(choice: str | Plugin, table: Mapping[str, object], *, kind: str) -> None:
     """Raise SettingError unless the name is built in or has the form of an import string; imports nothing."""
-    name = choice if isinstance(choice, str) else choice.name
+    name = name_of(choice)
     if name in table or ":" in name:
         return
     raise SettingError(
