@@ -34,7 +34,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 from miles_tito import Tokenizer, load_tokenizer
-from miles_tito.records.wire import decode_samples
+from miles_tito.records.encoding import decode_samples
 from tito_joins import REPLY_TOKENS, WORDS, Row, rows_of_joins, unpack
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizers" / "qwen3.tar.xz"

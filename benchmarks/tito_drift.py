@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from miles_tito.errors import MilesError
 from miles_tito.tokens.merge import Joiner, Setting
-from miles_tito.tokens.reader import TurnReader
+from miles_tito.tokens.reply_parser import TurnReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "miles-tito" / "tests"))
 

@@ -24,7 +24,7 @@ import numpy as np
 from miles_tito import Session, load_tokenizer
 from miles_tito.engine.generation import Generation, one_version
 from miles_tito.records import FinishReason
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import normalize
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from miles_rollout.engines import EngineConfig, EngineServer
 from miles_tito import Sampling, Session, SGLangEngine, Tokenizer, Trajectory
+from miles_tito.engine.expert_routing import ExpertLayout, RoutedExperts, overlap
 from miles_tito.engine.generation import join, run_turn
-from miles_tito.engine.routing import ExpertLayout, RoutedExperts, overlap
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import normalize
 

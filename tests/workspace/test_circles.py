@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KNOWN = [
-    {"miles_tito.tokens.families", "miles_tito.tokens.families.registry", "miles_tito.tokens.probe"},
     {"miles_quant.formats.nvfp4", "miles_quant.formats.spec", "miles_quant.native.kernels"},
     {f"miles_core.run.{name}" for name in ("command", "resume", "rl", "sft", "starting", "warmup")},
 ]

@@ -21,7 +21,7 @@ from miles_core.durable.spool import (
     read_ids,
 )
 from miles_tito.records import Group
-from miles_tito.records.wire import encode
+from miles_tito.records.encoding import encode
 
 GROUPS = [make_group("a", [[5], [7]]), make_group("b", [[4, 6], []], [1.0, None]), make_group("c", [[300]], [0.5])]
 

@@ -21,7 +21,7 @@ from miles_tito.records.summary import GroupRef, summarize
 from miles_tito.sessions.session import Session
 from miles_tito.shared.plugins import ImportStringError
 from miles_tito.testing import ScriptedEngine
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import normalize
 from miles_tito.tokens.tokenizer import Tokenizer, load_tokenizer

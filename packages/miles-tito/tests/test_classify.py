@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from miles_tito import FinishReason, RequestError, Session, Tokenizer, Trajectory
 from miles_tito.engine.generation import Generation, one_version
-from miles_tito.sessions.hints import Hints, read_hints
-from miles_tito.sessions.pick import pick_all, pick_leaves
-from miles_tito.tokens.families import choose_family
+from miles_tito.sessions.client_headers import Hints, read_hints
+from miles_tito.sessions.turn_selection import pick_all, pick_leaves
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import normalize
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from miles_tito import UNKNOWN_VERSION, EngineError, FinishReason, Sampling, SGLangEngine, VersionSpan
+from miles_tito.engine.expert_routing import ExpertLayout
 from miles_tito.engine.generation import GenerateRequest, join, run_turn
-from miles_tito.engine.routing import ExpertLayout
 from miles_tito.records.arrays import ids_as_json
 from starlette.applications import Starlette
 from starlette.requests import Request

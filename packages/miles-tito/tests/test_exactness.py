@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from miles_tito import Session, Tokenizer, verify
 from miles_tito.engine.generation import Generation, one_version
 from miles_tito.records import FinishReason
-from miles_tito.sessions.pick import pick_all
+from miles_tito.sessions.turn_selection import pick_all
 from miles_tito.tokens.merge import Joiner, Setting
 from miles_tito.tokens.messages import normalize
 from miles_tito.tokens.supervised import supervised_trajectory

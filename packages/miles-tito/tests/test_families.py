@@ -11,9 +11,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from miles_tito import TemplateError, Tokenizer, load_tokenizer, probe_template
-from miles_tito.tokens.families import FAMILIES, choose_family
+from miles_tito.tokens.families import FAMILIES
 from miles_tito.tokens.families.calls import HERMES
 from miles_tito.tokens.families.parser import ToolCall, TurnParser
+from miles_tito.tokens.family_choice import choose_family
 
 QWEN3 = FAMILIES["qwen3"]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -14,7 +14,7 @@ from miles_tito import EngineError, Sample, SampleError, Session, Tokenizer, Ver
 from miles_tito.adapters.layouts import to_slime
 from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.records import Episode, FinishReason, Outcome, Sampling
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 
 FIXTURES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from miles_tito import SessionError, Tokenizer, Trajectory, create_app
-from miles_tito.records import wire
+from miles_tito.records import encoding
 from miles_tito.testing import ScriptedEngine
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -47,7 +47,7 @@ class Client:
     async def trajectories(self) -> tuple[Trajectory, ...]:
         response = await self.http.get(f"{self.url}/sessions/s/trajectories?picker=leaves", headers=self.auth)
         assert response.status_code == 200, response.text
-        return wire.decode_many(response.content, Trajectory)
+        return encoding.decode_many(response.content, Trajectory)
 
     async def tree(self) -> dict[str, Any]:
         return (await self.http.get(f"{self.url}/sessions/s", headers=self.auth)).json()
@@ -94,7 +94,7 @@ async def test_a_session_goes_on_behind_the_same_ids_after_its_server_was_killed
     async with running(engine, left, client) as client:
         assert await client.tree() == tree
         [restored] = await client.trajectories()
-        assert wire.encode(restored) == wire.encode(before)
+        assert encoding.encode(restored) == encoding.encode(before)
         await client.say(messages, tools=TOOLS)
         [after] = await client.trajectories()
     assert after.tokens[: len(before.tokens)].tolist() == before.tokens.tolist()

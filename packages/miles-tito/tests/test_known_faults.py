@@ -15,7 +15,7 @@ from miles_tito import EngineError, FinishReason, Outcome, Sampling, Session, To
 from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.records import Episode
 from miles_tito.testing import Reply, ScriptedEngine
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import normalize
 from miles_tito.tokens.supervised import supervised_trajectory

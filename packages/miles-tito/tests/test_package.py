@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,24 @@ def test_all_public_names_exist():
     assert all(getattr(miles_tito, name) is not None for name in miles_tito.__all__)
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = miles_tito.absent  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("wire", "records.encoding"),
+        ("merge", "tokens.merge"),
+        ("layouts", "adapters.layouts"),
+        ("families", "tokens.families"),
+        ("routing", "engine.expert_routing"),
+    ],
+)
+def test_a_module_that_moved_is_named_at_its_old_place(old: str, new: str):
+    with pytest.raises(ModuleNotFoundError, match=rf"^miles_tito\.{old} is now miles_tito\.{new}"):
+        importlib.import_module(f"miles_tito.{old}")
+    assert importlib.import_module(f"miles_tito.{new}")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'miles_tito\.absent'"):
+        importlib.import_module("miles_tito.absent")
 
 
 def test_serve_without_a_tokenizer_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -21,7 +21,7 @@ from miles_tito import (
     TrajectoryKind,
     create_app,
 )
-from miles_tito.records import wire
+from miles_tito.records import encoding
 from miles_tito.testing import Reply, ScriptedEngine
 
 OpenChat = Callable[..., Any]
@@ -37,7 +37,7 @@ async def recorded(chat: Any, picker: str = "default") -> tuple[Trajectory, ...]
     url = f"{chat.server}/sessions/{chat.id}/trajectories?picker={picker}"
     response = await chat.http.get(url, headers=chat.auth)
     assert response.status_code == 200, response.text
-    return wire.decode_many(response.content, Trajectory)
+    return encoding.decode_many(response.content, Trajectory)
 
 
 async def events(chat: Any, messages: list[dict[str, Any]], **fields: Any) -> AsyncIterator[dict[str, Any]]:
@@ -478,8 +478,8 @@ async def test_samples_come_in_the_form_that_was_asked_for(tokenizer: Tokenizer,
             url = f"{chat.server}/sessions/s/samples"
             return await chat.http.post(url, json={"reward": 0.5}, headers={**chat.auth, "accept": accept})
 
-        [packed], _ = wire.decode_samples((await samples("application/msgpack")).content)
-        [tensors] = wire.samples_from_safetensors((await samples("application/x-safetensors")).content)
+        [packed], _ = encoding.decode_samples((await samples("application/msgpack")).content)
+        [tensors] = encoding.samples_from_safetensors((await samples("application/x-safetensors")).content)
         [plain] = (await samples("*/*")).json()["samples"]
         assert packed.tokens.tolist() == tensors.tokens.tolist() == plain["tokens"]
         assert (packed.reward, packed.advantage, packed.loss_denominator) == (0.5, 0.5, 4)

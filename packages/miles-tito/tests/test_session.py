@@ -28,7 +28,7 @@ from miles_tito import (
 )
 from miles_tito.engine.generation import Generation, one_version
 from miles_tito.sessions.tree import Node
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import normalize
 

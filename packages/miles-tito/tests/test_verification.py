@@ -13,7 +13,8 @@ import pytest
 from miles_tito import Tokenizer, TokenizerError, load_tokenizer, verify
 from miles_tito.cli import main
 from miles_tito.sessions.session import Session
-from miles_tito.tokens.families import FAMILIES, choose_family
+from miles_tito.tokens.families import FAMILIES
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from models_at_hand import MODELS, WITH_TOOLS, joiner_of, tokenizer_of
 

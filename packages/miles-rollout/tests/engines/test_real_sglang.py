@@ -20,7 +20,7 @@ from miles_rollout.engines import EngineConfig, EngineControl, EngineServer
 from miles_rollout.engines.router import ROUTING_KEY, Router
 from miles_tito import EngineError, FinishReason, Sampling, SGLangEngine
 from miles_tito.engine.generation import GenerateRequest, Generation, join, run_turn
-from miles_tito.engine.watch import WatchedEngine
+from miles_tito.engine.lost_requests import WatchedEngine
 
 pytestmark = [
     pytest.mark.sglang,

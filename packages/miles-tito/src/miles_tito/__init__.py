@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -45,12 +47,13 @@ if TYPE_CHECKING:
     from .engine.sglang import SGLangEngine
     from .server.app import create_app
     from .sessions.session import Session
-    from .tokens.probe import Finding, probe_template
+    from .tokens.family_choice import probe_template
+    from .tokens.template_checks import Finding
     from .tokens.tokenizer import Tokenizer, load_tokenizer
     from .verification import Report, verify
 
 _LAZY = {
-    "Finding": "tokens.probe",
+    "Finding": "tokens.template_checks",
     "Report": "verification",
     "SGLangEngine": "engine.sglang",
     "Session": "sessions.session",
@@ -58,13 +61,36 @@ _LAZY = {
     "Tokenizer": "tokens.tokenizer",
     "create_app": "server.app",
     "load_tokenizer": "tokens.tokenizer",
-    "probe_template": "tokens.probe",
+    "probe_template": "tokens.family_choice",
     "to_slime": "adapters.layouts",
     "to_trl": "adapters.layouts",
     "to_verl": "adapters.layouts",
     "verify": "verification",
 }
 """Names whose modules load more than records need."""
+
+_MOVED = {
+    f"miles_tito.{old}": f"miles_tito.{new}"
+    for old, new in {
+        "families": "tokens.families, and `choose_family` miles_tito.tokens.family_choice",
+        "layouts": "adapters.layouts",
+        "merge": "tokens.merge",
+        "routing": "engine.expert_routing",
+        "wire": "records.encoding",
+    }.items()
+}
+"""Documented modules of version 0.1 and where they are now."""
+
+
+class _MovedModules(MetaPathFinder):
+    """Asked last of all for a module that nobody else finds: an old name fails with the new one."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname in _MOVED:
+            raise ModuleNotFoundError(f"{fullname} is now {_MOVED[fullname]}.", name=fullname)
+
+
+sys.meta_path.append(_MovedModules())
 
 
 def __getattr__(name: str) -> Any:

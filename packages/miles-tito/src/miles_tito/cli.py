@@ -114,10 +114,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace) -> None:
+    from .engine.expert_routing import ExpertLayout
+    from .engine.lost_requests import WatchedEngine
     from .engine.pool import EnginePool
-    from .engine.routing import ExpertLayout
     from .engine.sglang import SGLangEngine
-    from .engine.watch import WatchedEngine
     from .errors import RecordError
     from .records import Sampling
     from .server.app import create_app, serve

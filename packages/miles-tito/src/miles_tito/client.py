@@ -11,7 +11,7 @@ import msgspec
 
 from .errors import SessionError
 from .records import Policy, Sample, Sampling, Trajectory
-from .records.wire import decode_many, decode_samples
+from .records.encoding import decode_many, decode_samples
 from .shared.http import Http, NoAnswer
 
 

@@ -24,10 +24,11 @@ from .errors import MilesError
 from .records import FinishReason, Message
 from .sessions.session import Session
 from .sessions.tree import Node
-from .tokens.families import Family, choose_family
+from .tokens.families import Family
+from .tokens.family_choice import choose_family
 from .tokens.merge import PROBE_TOOL, Joiner, Setting
 from .tokens.messages import normalize
-from .tokens.probe import Finding, called, message_forms, probe_template, said, takes_results
+from .tokens.template_checks import Finding, called, check_template, message_forms, said, takes_results
 from .tokens.tokenizer import Tokenizer, load_tokenizer
 
 _NOW = datetime(2026, 1, 2, 3, 4)
@@ -105,7 +106,7 @@ def verify(
         finding = Finding(case="the family of this tokenizer", level="error", message=str(error))
         return Report(tokenizer=loaded.name, family=str(family), findings=(finding,), seed=seed)
     findings = [
-        *probe_template(loaded, chosen),
+        *check_template(joiner),
         *_matrix(joiner),
         *(_fuzz(joiner, seed + n) for n in range(conversations)),
     ]

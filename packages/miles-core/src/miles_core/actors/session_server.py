@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles_tito.engine.lost_requests import WatchedEngine
 from miles_tito.engine.sglang import SGLangEngine
-from miles_tito.engine.watch import WatchedEngine
 from miles_tito.server.app import create_app, serve
 from miles_tito.tokens.tokenizer import load_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.tokenizer import Tokenizer
 

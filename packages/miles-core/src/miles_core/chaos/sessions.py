@@ -9,8 +9,8 @@ from pathlib import Path
 from miles_tito.errors import EngineError, SessionError
 from miles_tito.records import Message, Policy, Sampling, Trajectory
 from miles_tito.server.dialects.base import TurnRequest
-from miles_tito.server.live import LiveSession, as_request_error, digest_key
-from miles_tito.server.store import SessionStore
+from miles_tito.server.live_session import LiveSession, as_request_error, digest_key
+from miles_tito.server.session_store import SessionStore
 from miles_tito.sessions.session import Session
 
 from miles_core.monitor.metering import Counters, MeteredEngine

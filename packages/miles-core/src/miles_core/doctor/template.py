@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_tito.errors import MilesError
-from miles_tito.tokens.families import choose_family
-from miles_tito.tokens.probe import probe_template
+from miles_tito.tokens.family_choice import choose_family, probe_template
 from miles_tito.tokens.tokenizer import load_tokenizer
 
 from .finding import Finding

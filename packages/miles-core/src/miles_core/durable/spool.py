@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import zstandard
 from miles_tito.errors import MilesError
 from miles_tito.records import Group
+from miles_tito.records.encoding import decode, encode
 from miles_tito.records.summary import GroupRef, summarize
-from miles_tito.records.wire import decode, encode
 from miles_tito.shared.files import sync
 
 _HEADER = struct.Struct("<4sHQI")

@@ -15,7 +15,7 @@ from miles_tito.errors import MilesError
 from miles_tito.records import Episode, Group, Message, Outcome, Prompt, Trajectory
 from miles_tito.records.summary import GroupRef, summarize
 from miles_tito.shared.plugins import call
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner, Setting
 from miles_tito.tokens.supervised import supervised_trajectory
 from miles_tito.tokens.tokenizer import load_tokenizer

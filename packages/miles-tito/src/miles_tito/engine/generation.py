@@ -16,7 +16,7 @@ from miles_tito.records import UNKNOWN_VERSION, FinishReason, Sampling, VersionS
 from miles_tito.records.arrays import readonly
 from miles_tito.shared.backoff import delay_s
 
-from .routing import RoutedDelta
+from .expert_routing import RoutedDelta
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class GenerateRequest:
     images: tuple[str, ...] = ()
     """URLs of the images whose placeholders stand in `input_ids`, in their order."""
     structural_tag: str | None = None
-    """The form that the reply must have, see `miles_tito.tokens.forms`; an interrupted call then begins anew."""
+    """The form that the reply must have, see `tokens.constrained_output`; an interrupted call then begins anew."""
     routed_from: int = 0
     """The first of `input_ids` whose experts are not known yet, for engines that report them."""
 

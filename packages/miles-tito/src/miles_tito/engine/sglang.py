@@ -15,8 +15,8 @@ from miles_tito.records import UNKNOWN_VERSION, FinishReason, VersionSpan
 from miles_tito.records.arrays import ids_as_json
 from miles_tito.shared.http import Answer, Http, NoAnswer
 
+from .expert_routing import ExpertLayout, RoutedDelta, read_engine
 from .generation import Engine, GenerateRequest, Generation, one_version
-from .routing import ExpertLayout, RoutedDelta, read_engine
 
 __all__ = ["Engine", "GenerateRequest", "Generation", "SGLangEngine"]
 

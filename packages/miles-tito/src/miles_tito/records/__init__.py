@@ -1,25 +1,8 @@
 """What passes between the packages: prompts in, episodes and samples out. Needs numpy alone."""
 
-from .types import (
-    UNKNOWN_VERSION,
-    Ctx,
-    Env,
-    Episode,
-    EpisodeResult,
-    FailedAttempt,
-    FinishReason,
-    Group,
-    Message,
-    Outcome,
-    Policy,
-    Prompt,
-    Sample,
-    Sampling,
-    Trajectory,
-    TrajectoryKind,
-    VersionSpan,
-    check_reward,
-)
+from .episodes import Ctx, Env, Episode, EpisodeResult, FailedAttempt, Group, Outcome, check_reward
+from .prompts import Message, Policy, Prompt, Sampling
+from .trajectories import UNKNOWN_VERSION, FinishReason, Sample, Trajectory, TrajectoryKind, VersionSpan
 
 __all__ = [
     "UNKNOWN_VERSION",

@@ -11,20 +11,21 @@ from miles_tito.engine.generation import Engine
 from miles_tito.errors import MilesError, MissingDependency, RequestError
 from miles_tito.records import Sampling
 from miles_tito.sessions.journal import StateDir
-from miles_tito.tokens.families import Family, choose_family
+from miles_tito.tokens.families import Family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.tokenizer import Tokenizer
 
-from .answers import refusal
 from .dialects.base import Dialect
 from .dialects.chat import ChatDialect
 from .dialects.messages import MessagesDialect
 from .dialects.responses import ResponsesDialect
-from .hub import Hub
+from .http_server import serve
 from .openapi import document
-from .serving import serve
 from .session_routes import SessionRoutes, json_response
-from .store import SessionStore
+from .session_service import Hub
+from .session_store import SessionStore
+from .turn_answers import refusal
 from .turn_routes import TurnRoutes
 
 try:

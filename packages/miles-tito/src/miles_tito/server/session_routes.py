@@ -11,16 +11,16 @@ import msgspec
 
 from miles_tito.errors import MissingDependency, RequestError, SampleError
 from miles_tito.records import Episode, Outcome, Sample, Sampling, Trajectory, check_reward
+from miles_tito.records.encoding import encode_many, encode_samples, samples_to_safetensors
 from miles_tito.records.samples import to_samples
-from miles_tito.records.wire import encode_many, encode_samples, samples_to_safetensors
-from miles_tito.sessions.pick import picker_named
 from miles_tito.sessions.session import Session
+from miles_tito.sessions.turn_selection import picker_named
 
-from .answers import JSON
 from .dialects.chat import read_tools
 from .dialects.fields import refused, wrong
-from .hub import OWN, Hub
-from .live import LiveSession
+from .live_session import LiveSession
+from .session_service import OWN, Hub
+from .turn_answers import JSON
 
 try:
     from starlette.requests import Request

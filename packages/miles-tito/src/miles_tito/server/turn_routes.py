@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass
 
 from miles_tito.errors import MissingDependency
-from miles_tito.sessions.hints import read_hints
+from miles_tito.sessions.client_headers import read_hints
 
-from .answers import TurnAnswer
 from .dialects.base import Dialect, TurnRequest, Usage
-from .hub import OWN, Hub
-from .live import Answer, LiveSession, encode
+from .live_session import Answer, LiveSession, encode
 from .session_routes import json_response, token
+from .session_service import OWN, Hub
+from .turn_answers import TurnAnswer
 
 try:
     from starlette.requests import Request

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from miles_tito.records import Message
 
-from .hints import Hints
+from .client_headers import Hints
 from .tree import Match, Node, NodeKind, Tree
 
 _TITLE = re.compile(

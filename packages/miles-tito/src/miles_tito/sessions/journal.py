@@ -24,7 +24,7 @@ import msgspec
 
 from miles_tito.errors import SessionError
 from miles_tito.records import FinishReason, Sampling, VersionSpan
-from miles_tito.records.wire import array_from_extension, array_to_extension
+from miles_tito.records.encoding import array_from_extension, array_to_extension
 from miles_tito.shared.locks import FileLock
 
 from .tree import Node, NodeKind

@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from miles_tito.engine.expert_routing import assemble, decode_deltas, encode_delta
 from miles_tito.engine.generation import GenerateRequest, Generation
-from miles_tito.engine.routing import assemble, decode_deltas, encode_delta
 from miles_tito.errors import EngineError, RequestError, TemplateError
 from miles_tito.records import FinishReason, Message, Sampling, Trajectory, TrajectoryKind, VersionSpan
+from miles_tito.tokens.constrained_output import Form, is_kept, structural_tag
 from miles_tito.tokens.families.parser import TurnParser
-from miles_tito.tokens.forms import Form, is_kept, structural_tag
 from miles_tito.tokens.merge import Joiner, Setting
 from miles_tito.tokens.messages import call_prefix, value_key
-from miles_tito.tokens.reader import TurnReader, tool_schemas
+from miles_tito.tokens.reply_parser import TurnReader, tool_schemas
 
 from .classify import classify
-from .hints import Hints
-from .pick import Picked, Picker, pick, pick_default
+from .client_headers import Hints
 from .tree import Match, Node, NodeKind, Tree
+from .turn_selection import Picked, Picker, pick, pick_default
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}")
 

@@ -64,7 +64,7 @@ class Node:
     images: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Images in `prompt_ids`: url, digest, start, num_tokens."""
     routed: bytes = b""
-    """Experts of the tokens from the parent's last one on, see `engine.routing`; empty where none were reported."""
+    """Experts of the tokens from the parent's last one on, see `engine.expert_routing`; empty where unreported."""
     finish_reason: FinishReason | None = None
     """None while the turn runs."""
     stop_string: str | None = None

@@ -10,8 +10,8 @@ import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.records import FinishReason, Message, Sampling
+from miles_tito.tokens.constrained_output import Form
 from miles_tito.tokens.families.parser import Piece
-from miles_tito.tokens.forms import Form
 from miles_tito.tokens.messages import call_prefix
 
 

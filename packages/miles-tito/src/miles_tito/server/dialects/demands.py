@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from miles_tito.tokens.forms import Form
+from miles_tito.tokens.constrained_output import Form
 
 from . import fields
 

@@ -1,6 +1,6 @@
 """One small file a family."""
 
 from .base import Family
-from .registry import FAMILIES, choose_family
+from .registry import ALIASES, FAMILIES
 
-__all__ = ["FAMILIES", "Family", "choose_family"]
+__all__ = ["ALIASES", "FAMILIES", "Family"]

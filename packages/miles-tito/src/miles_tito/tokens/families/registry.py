@@ -1,9 +1,6 @@
-"""Families by name, and `auto`: read off the template, and proved."""
+"""Families by name."""
 
 from __future__ import annotations
-
-from miles_tito.errors import TemplateError
-from miles_tito.tokens.tokenizer import Tokenizer
 
 from . import (
     deepseek_v3,
@@ -41,22 +38,3 @@ ALIASES = {
     **dict.fromkeys(("llama-3.2", "llama-3.3"), "llama-3.1"),
 }
 """Models that are written like another family."""
-
-
-def choose_family(family: Family | str, tokenizer: Tokenizer) -> Family:
-    """The family called `family`; "auto" reads it off the template of `tokenizer`.
-
-    Raises:
-        TemplateError: no such family, or (auto) a case of the template that breaks exact joins.
-    """
-    from miles_tito.tokens.probe import detect_family  # which itself imports this package
-
-    if isinstance(family, Family):
-        return family
-    if family == "auto":
-        return detect_family(tokenizer)
-    name = ALIASES.get(family, family)
-    if name not in FAMILIES:
-        known = ", ".join(["auto", *sorted({*FAMILIES, *ALIASES})])
-        raise TemplateError(f"Unknown family {family!r}; known: {known}.")
-    return FAMILIES[name]

@@ -11,7 +11,7 @@ from miles_tito.sessions.tree import Node
 from miles_tito.tokens.tokenizer import Tokenizer
 
 from .dialects.base import AnswerWriter, Dialect, Ending, SampledToken, Usage
-from .live import Answer, LiveSession, as_request_error
+from .live_session import Answer, LiveSession, as_request_error
 from .metrics import Metrics
 
 try:

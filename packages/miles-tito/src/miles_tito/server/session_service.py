@@ -18,14 +18,14 @@ from miles_tito.errors import RequestError
 from miles_tito.records import Sampling
 from miles_tito.sessions.journal import Opened, Saved, StateDir
 from miles_tito.sessions.session import Session
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.messages import value_key
 from miles_tito.tokens.tokenizer import Tokenizer
 
-from .live import LiveSession, digest_key
+from .live_session import LiveSession, digest_key
 from .metrics import Metrics
-from .store import SessionStore
+from .session_store import SessionStore
 
 _log = logging.getLogger(__name__)
 

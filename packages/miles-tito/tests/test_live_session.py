@@ -12,12 +12,12 @@ import pytest
 from miles_tito import RequestError, Sampling, Session, Tokenizer
 from miles_tito.server.dialects.base import TurnRequest
 from miles_tito.server.dialects.chat import ChatDialect
-from miles_tito.server.live import Answer, LiveSession
-from miles_tito.server.store import SessionStore
-from miles_tito.sessions.hints import Hints
+from miles_tito.server.live_session import Answer, LiveSession
+from miles_tito.server.session_store import SessionStore
+from miles_tito.sessions.client_headers import Hints
 from miles_tito.testing import ScriptedEngine
-from miles_tito.tokens.families import choose_family
 from miles_tito.tokens.families.parser import TextPiece
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 
 
@@ -85,7 +85,7 @@ async def test_a_reader_that_was_busy_when_the_turn_ended_still_sees_the_end(
 async def test_a_stream_that_waits_for_its_engine_gives_signs_of_life(
     tokenizer: Tokenizer, open_live: Callable[..., LiveSession], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("miles_tito.server.live._QUIET_S", 0.001)
+    monkeypatch.setattr("miles_tito.server.live_session._QUIET_S", 0.001)
     go = asyncio.Event()
     engine = ScriptedEngine(["one"], tokenizer=tokenizer, before_token=lambda *_: go.wait())
     running = await open_live().start(ask("q"), engine)

@@ -7,7 +7,7 @@ import time
 
 from miles_tito.errors import RequestError
 
-from .live import LiveSession, RunningTurn, digest_key
+from .live_session import LiveSession, RunningTurn, digest_key
 
 
 class SessionStore:

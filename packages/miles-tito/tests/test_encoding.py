@@ -31,7 +31,7 @@ from miles_tito import (
     WireError,
     summarize,
 )
-from miles_tito.records import wire
+from miles_tito.records import encoding
 from miles_tito.shared.safetensors import read_tensors, write_tensors
 
 NAMES = st.text(min_size=1, max_size=12)
@@ -181,41 +181,41 @@ SMALL = st.one_of(
 
 @given(SMALL)
 def test_small_records_come_back_equal(record: Any):
-    assert same(record, wire.decode(wire.encode(record), type(record)))
+    assert same(record, encoding.decode(encoding.encode(record), type(record)))
 
 
 @settings(max_examples=40)
 @given(groups())
 def test_a_group_its_episodes_and_its_summary_come_back_equal(group: Group):
-    assert same(group, wire.decode(wire.encode(group), Group))
-    assert same(group.episodes, wire.decode_many(wire.encode_many(group.episodes, Episode), Episode))
+    assert same(group, encoding.decode(encoding.encode(group), Group))
+    assert same(group.episodes, encoding.decode_many(encoding.encode_many(group.episodes, Episode), Episode))
     ref = dataclasses.replace(summarize(group), handle=None)
-    assert same(ref, wire.decode(wire.encode(ref), type(ref)))
+    assert same(ref, encoding.decode(encoding.encode(ref), type(ref)))
 
 
 @settings(max_examples=40)
 @given(st.lists(samples(), max_size=3))
 def test_samples_come_back_equal_from_msgpack_and_safetensors(rows: list[Sample]):
-    assert same(tuple(rows), wire.decode_many(wire.encode_many(rows, Sample), Sample))
-    assert same(rows, wire.samples_from_safetensors(wire.samples_to_safetensors(rows)))
+    assert same(tuple(rows), encoding.decode_many(encoding.encode_many(rows, Sample), Sample))
+    assert same(rows, encoding.samples_from_safetensors(encoding.samples_to_safetensors(rows)))
 
 
 @settings(max_examples=25)
 @given(st.data())
 def test_torn_bytes_are_refused_wherever_they_end(data: st.DataObject):
-    whole = wire.encode(data.draw(trajectories()))
+    whole = encoding.encode(data.draw(trajectories()))
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(WireError, match=rf"{cut} bytes"):
-        wire.decode(whole[:cut], Trajectory)
+        encoding.decode(whole[:cut], Trajectory)
 
 
 @settings(max_examples=50)
 @given(st.data())
 def test_damaged_bytes_give_a_record_error_or_a_valid_record_but_nothing_else(data: st.DataObject):
-    whole = bytearray(wire.encode(data.draw(trajectories())))
+    whole = bytearray(encoding.encode(data.draw(trajectories())))
     whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with contextlib.suppress(RecordError):
-        wire.decode(bytes(whole), Trajectory)
+        encoding.decode(bytes(whole), Trajectory)
 
 
 def trajectory(**changes: Any) -> Trajectory:
@@ -240,7 +240,7 @@ def test_a_newer_schema_is_refused_with_both_numbers():
         envelope[1] = 7
 
     with pytest.raises(WireError, match="schema 7; this miles-tito reads 1: upgrade"):
-        wire.decode(repacked(wire.encode(trajectory()), newer), Trajectory)
+        encoding.decode(repacked(encoding.encode(trajectory()), newer), Trajectory)
 
 
 def test_an_unknown_field_is_refused_by_name():
@@ -248,7 +248,7 @@ def test_an_unknown_field_is_refused_by_name():
         envelope[4]["from_the_future"] = 1
 
     with pytest.raises(WireError, match="unknown \\['from_the_future'\\]"):
-        wire.decode(repacked(wire.encode(trajectory()), grown), Trajectory)
+        encoding.decode(repacked(encoding.encode(trajectory()), grown), Trajectory)
 
 
 def test_a_broken_record_is_refused_with_its_own_numbers():
@@ -256,25 +256,25 @@ def test_a_broken_record_is_refused_with_its_own_numbers():
         envelope[4]["versions"][0]["end"] = 5
 
     with pytest.raises(RecordError, match=r"\[1, 5\).*the 2 tokens"):
-        wire.decode(repacked(wire.encode(trajectory()), shorter), Trajectory)
+        encoding.decode(repacked(encoding.encode(trajectory()), shorter), Trajectory)
 
 
 def test_another_type_and_foreign_bytes_are_named():
     with pytest.raises(WireError, match="hold one Trajectory, not one Group"):
-        wire.decode(wire.encode(trajectory()), Group)
+        encoding.decode(encoding.encode(trajectory()), Group)
     with pytest.raises(WireError, match="no Miles record"):
-        wire.decode(msgspec.msgpack.encode({"a": 1}), Group)
+        encoding.decode(msgspec.msgpack.encode({"a": 1}), Group)
 
 
 def test_a_handle_does_not_travel_silently():
     group = Group(id="g", prompt_id="p", episodes=())
     with pytest.raises(WireError, match="GroupRef g carries a Group as handle"):
-        wire.encode(summarize(group))
+        encoding.encode(summarize(group))
 
 
 def test_an_object_in_metadata_is_refused_by_type():
     with pytest.raises(WireError, match="object is not plain data"):
-        wire.encode(trajectory(metadata={"x": object()}))
+        encoding.encode(trajectory(metadata={"x": object()}))
 
 
 def test_metadata_that_json_would_change_is_refused():
@@ -291,7 +291,7 @@ def test_metadata_that_json_would_change_is_refused():
         metadata={"blob": b"\x00"},
     )
     with pytest.raises(WireError, match=r"sample s \(row 0\) does not survive JSON"):
-        wire.samples_to_safetensors([row])
+        encoding.samples_to_safetensors([row])
 
 
 def test_decoded_arrays_are_views_of_the_bytes_where_they_are_aligned():

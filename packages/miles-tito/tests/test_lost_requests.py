@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from miles_tito import FinishReason, Sampling
 from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
-from miles_tito.engine.watch import WatchedEngine
+from miles_tito.engine.lost_requests import WatchedEngine
 from miles_tito.errors import RequestSwallowed
 
 QUICK = {"interval_s": 0.005, "patience_s": 0.02, "answer_s": 0.05}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 
 from miles_tito.errors import MissingDependency
 
-from .store import SessionStore
+from .session_store import SessionStore
 
 try:
     import uvicorn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -14,11 +14,8 @@ import numpy as np
 from miles_tito.errors import MilesError, TemplateError
 from miles_tito.records import Message
 
-from .families import FAMILIES
-from .families.base import Family, LateSystem
-from .families.calls import FUNCTION, HERMES
+from .families.base import Family
 from .merge import PROBE_TOOL, Joiner, Setting
-from .tokenizer import Tokenizer
 
 _REPLY = "qzProbeReplyzq"
 _LATE = "qzLatezq"
@@ -83,16 +80,8 @@ HISTORIES: dict[str, list[Message]] = {
 }
 
 
-def probe_template(tokenizer: Tokenizer, family: Family | None = None) -> list[Finding]:
-    """One finding a case. Without `family`, it is read off the template.
-
-    An error means that a session cannot guarantee exact joins. A warning is a habit of the template that a session
-    works around or that loses something the user may expect.
-    """
-    try:
-        joiner = Joiner(tokenizer, family or guess_family(tokenizer))
-    except MilesError as error:
-        return [Finding(case="the end of an assistant turn", level="error", message=str(error))]
+def check_template(joiner: Joiner) -> list[Finding]:
+    """One finding a case."""
     tools = takes_results(joiner)
     findings = [
         _check(f"{what} after {history_name}", partial(check_join, joiner, history, appended), joiner)
@@ -105,80 +94,12 @@ def probe_template(tokenizer: Tokenizer, family: Family | None = None) -> list[F
     findings += [
         _check("nothing is dropped", partial(_kept, joiner, tools=tools), joiner),
         _check("literal control tokens in messages", partial(_literals, joiner), joiner),
-        _check("a system message in mid-chat", partial(_system, joiner), joiner),
+        _check("a system message in mid-chat", partial(check_late_system, joiner), joiner),
         _check("earlier reasoning", partial(_reasoning, joiner), joiner, level="warning"),
         _check("tools", partial(_tools, joiner, takes_results=tools), joiner, level="warning"),
         _check("one beginning-of-sequence token", partial(_bos, joiner), joiner, level="warning"),
     ]
     return findings
-
-
-def detect_family(tokenizer: Tokenizer) -> Family:
-    """The family that the template of `tokenizer` is written like, proved to join exactly.
-
-    Raises:
-        TemplateError: a case breaks; it is named.
-    """
-    broken = [finding for finding in probe_template(tokenizer) if finding.level == "error"]
-    if broken:
-        raise TemplateError(
-            f"`auto` cannot prove exact joins for {tokenizer.name}: {len(broken)} cases break, the first is "
-            f"{broken[0].case!r}: {broken[0].message} Name the family of this model, or mend its template."
-        )
-    return guess_family(tokenizer)
-
-
-_TELLTALES = {
-    "<|channel|>": "gpt-oss",
-    "<|tool_calls_section_begin|>": "kimi-k2",
-    "<minimax:tool_call>": "minimax-m2",
-    "<｜tool▁calls▁begin｜>": "deepseek-v3",
-    "<arg_key>": "glm",
-    "[INST]": "mistral",
-    "<start_of_turn>": "gemma-3",
-    "<|start_header_id|>": "llama-3.1",
-}
-"""Text in a template that only one family writes."""
-
-
-def guess_family(tokenizer: Tokenizer) -> Family:
-    """What the template says of its family, unproved.
-
-    Raises:
-        MilesError: the template ends a turn with no token of its own.
-    """
-    source = tokenizer.template.source if tokenizer.template else ""
-    for text, name in _TELLTALES.items():
-        if text in source:
-            return replace(FAMILIES[name], name="auto", template=None)
-    reasoning = ("<think>", "</think>")
-    calls = (FUNCTION if "<function=" in source else HERMES) if "<tool_call>" in source else None
-    close = detect_close(tokenizer)
-    return Family(
-        name="auto",
-        close=close,
-        reasoning=reasoning if all(mark in source for mark in reasoning) else None,
-        tool_call=calls,
-        late_system=_late_system(tokenizer, close),
-    )
-
-
-def detect_close(tokenizer: Tokenizer) -> str:
-    """The added token that the template writes right after an assistant's text.
-
-    Raises:
-        TemplateError: the template cannot be rendered.
-        MilesError: it writes no such token.
-    """
-    text = tokenizer.render([said("user", "q"), said("assistant", _REPLY), said("user", "q")])
-    after = text.partition(_REPLY)[2]
-    for size in range(1, min(len(after), 64)):
-        if tokenizer.is_added(after[:size]):
-            return after[:size]
-    raise MilesError(
-        f"The chat template of {tokenizer.name} ends an assistant turn with {after[:24]!r}, which begins with no token "
-        "of its own; a session could not tell where a turn ends."
-    )
 
 
 def takes_results(joiner: Joiner) -> bool:
@@ -271,22 +192,14 @@ def _literals(joiner: Joiner) -> str | None:
     return f"{extra} control tokens come out of message text." if extra else None
 
 
-def _system(joiner: Joiner) -> str | None:
+def check_late_system(joiner: Joiner) -> str | None:
+    """What is wrong with a system message behind an assistant turn, None for nothing."""
     if joiner.family.late_system == "refuse":
         return None
     late = [said("system", _LATE)]
     if _LATE not in joiner.tokenizer.decode(joiner.extend(late, Setting())):
         return "the template drops it or moves it to the top; a session would lose it."
     return check_join(joiner, HISTORIES["a first turn"], [*late, said("user", "q")])
-
-
-def _late_system(tokenizer: Tokenizer, close: str) -> LateSystem:
-    """Whether the template writes a system message in mid-chat in its place."""
-    probe = Joiner(tokenizer, Family(name="auto", close=close))
-    try:
-        return "keep" if _system(probe) is None else "fold"
-    except MilesError:
-        return "fold"
 
 
 def _reasoning(joiner: Joiner) -> str | None:

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from miles_tito import RecordError, Session, Tokenizer, WireError
 from miles_tito.cli import main
-from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
-from miles_tito.engine.routing import (
+from miles_tito.engine.expert_routing import (
     ExpertLayout,
     RoutedDelta,
     RoutedExperts,
@@ -26,8 +25,9 @@ from miles_tito.engine.routing import (
     read_engine,
     smallest_unsigned,
 )
+from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version, run_turn
 from miles_tito.records import FinishReason, Sampling
-from miles_tito.tokens.families import choose_family
+from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
 
 QWEN3_30B = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}

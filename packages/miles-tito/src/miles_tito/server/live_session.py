@@ -15,7 +15,7 @@ import numpy as np
 
 from miles_tito.engine.generation import Engine, join, run_turn
 from miles_tito.errors import EngineError, RequestError
-from miles_tito.sessions.hints import Hints
+from miles_tito.sessions.client_headers import Hints
 from miles_tito.sessions.journal import Journal
 from miles_tito.sessions.session import Plan, Session, Turn
 from miles_tito.sessions.tree import Node

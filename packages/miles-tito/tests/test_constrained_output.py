@@ -11,10 +11,10 @@ from miles_tito import Tokenizer
 from miles_tito.errors import RequestError
 from miles_tito.records import FinishReason
 from miles_tito.testing import Reply, ScriptedEngine
+from miles_tito.tokens.constrained_output import Form, structural_tag
 from miles_tito.tokens.families import FAMILIES
 from miles_tito.tokens.families.base import Family
 from miles_tito.tokens.families.parser import TurnParser
-from miles_tito.tokens.forms import Form, structural_tag
 
 OpenChat = Callable[..., Any]
 SCHEMA: dict[str, Any] = {
