@@ -13,7 +13,6 @@ float32, rounding to nearest even, saturating at ±448. NaN in a block makes its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,12 +30,13 @@ class Fp8Format(Format):
     def parts(self) -> tuple[StoredPart, ...]:
         scale = "weight_scale" if 0 in self.block else "weight_scale_inv"
         return (
-            StoredPart(suffix="weight", dtype=torch.float8_e4m3fn, tile=(1, 1)),
+            StoredPart(suffix="weight", dtype=torch.float8_e4m3fn, tile=(1, 1), content="codes"),
             StoredPart(
                 suffix=scale,
                 dtype=torch.float32,
                 tile=None if self.name.has_tensor_scale else self.block,
                 whole_shape=(1,),
+                content="scale",
             ),
         )
 
@@ -56,7 +56,7 @@ class Fp8Format(Format):
         layout = "row" if 0 in self.block else f"1x{self.block[1]}"
         return Fp8Format(replace(self.name, layout=layout))
 
-    def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
+    def quantize_in_torch(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
         blocks = fold(weight.float(), self._block_of(weight.shape))
         whole = None if amax is None else amax.reshape(1, 1, 1, 1)
         amax_of_block = blocks.abs().amax(dim=(1, 3), keepdim=True) if whole is None else whole
@@ -64,19 +64,9 @@ class Fp8Format(Format):
         codes = to_e4m3(unfold(scaled, weight.shape))
         return QuantizedTensor(codes=codes, scale=scale[:, 0, :, 0].contiguous(), shape=shape_of(weight))
 
-    def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:
+    def dequantize_in_torch(self, quantized: QuantizedTensor) -> torch.Tensor:
         blocks = fold(quantized.codes.float(), self._block_of(quantized.shape))
         return unfold(blocks * quantized.scale[:, None, :, None], quantized.shape)
-
-    def _store(self, quantized: QuantizedTensor) -> tuple[torch.Tensor, ...]:
-        scale = quantized.scale.reshape(1) if self.name.has_tensor_scale else quantized.scale
-        return quantized.codes, scale
-
-    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-        codes, scale = (tensors[part.suffix] for part in self.parts)
-        if self.name.has_tensor_scale:
-            scale = scale.reshape(1, 1)
-        return QuantizedTensor(codes=codes, scale=scale, shape=(codes.shape[0], codes.shape[1]))
 
     def _block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return self.block[0] or shape[0], self.block[1] or shape[1]

@@ -10,7 +10,6 @@ the float32 scale differs from the engine in 5 % of the weights. A group that ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +29,9 @@ class Int4Format(Format):
     @property
     def parts(self) -> tuple[StoredPart, ...]:
         return (
-            StoredPart(suffix="weight_packed", dtype=torch.int32, tile=(1, _PER_WORD)),
-            StoredPart(suffix="weight_scale", dtype=torch.bfloat16, tile=self.block),
-            StoredPart(suffix="weight_shape", dtype=torch.int32, tile=None, whole_shape=(2,)),
+            StoredPart(suffix="weight_packed", dtype=torch.int32, tile=(1, _PER_WORD), content="codes"),
+            StoredPart(suffix="weight_scale", dtype=torch.bfloat16, tile=self.block, content="scale"),
+            StoredPart(suffix="weight_shape", dtype=torch.int32, tile=None, whole_shape=(2,), content="shape"),
         )
 
     @property
@@ -48,7 +47,7 @@ class Int4Format(Format):
         amax = fold(weight.float(), self.block).abs().amax(dim=(1, 3))
         return (amax * torch.tensor(1.0 / 7.0, dtype=torch.float32, device=amax.device)).clamp(min=1e-5)
 
-    def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
+    def quantize_in_torch(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
         del amax
         scale = self.scale_before_rounding(weight)
         low, high = (-8, 7) if self.name.rule == "ct" else (-7, 7)
@@ -60,17 +59,9 @@ class Int4Format(Format):
             shape=shape_of(weight),
         )
 
-    def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:
+    def dequantize_in_torch(self, quantized: QuantizedTensor) -> torch.Tensor:
         values = fold(_unpack_words(quantized.codes, quantized.shape[1]).float(), self.block)
         return unfold(values * quantized.scale.float()[:, None, :, None], quantized.shape)
-
-    def _store(self, quantized: QuantizedTensor) -> tuple[torch.Tensor, ...]:
-        shape = torch.tensor(quantized.shape, dtype=torch.int32, device=quantized.codes.device)
-        return quantized.codes, quantized.scale, shape
-
-    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-        rows, columns = tensors["weight_shape"].tolist()
-        return QuantizedTensor(codes=tensors["weight_packed"], scale=tensors["weight_scale"], shape=(rows, columns))
 
 
 def _pack_words(codes: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ rceil Inf gives 254. With e = 255 every value of the block is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +41,12 @@ class MxFormat(Format):
     def parts(self) -> tuple[StoredPart, ...]:
         if self._is_fp8:
             return (
-                StoredPart(suffix="weight", dtype=torch.float8_e4m3fn, tile=(1, 1)),
-                StoredPart(suffix="weight_scale_inv", dtype=torch.uint8, tile=self.block),
+                StoredPart(suffix="weight", dtype=torch.float8_e4m3fn, tile=(1, 1), content="codes"),
+                StoredPart(suffix="weight_scale_inv", dtype=torch.uint8, tile=self.block, content="scale"),
             )
         return (
-            StoredPart(suffix="weight_packed", dtype=torch.uint8, tile=(1, 2)),
-            StoredPart(suffix="weight_scale", dtype=torch.uint8, tile=self.block),
+            StoredPart(suffix="weight_packed", dtype=torch.uint8, tile=(1, 2), content="codes"),
+            StoredPart(suffix="weight_scale", dtype=torch.uint8, tile=self.block, content="scale"),
         )
 
     @property
@@ -62,7 +61,7 @@ class MxFormat(Format):
     def _is_fp8(self) -> bool:
         return self.name.family == "mxfp8"
 
-    def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
+    def quantize_in_torch(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
         del amax
         blocks = fold(weight.float(), self.block)
         exponents = self._exponents(blocks.abs().amax(dim=(1, 3)))
@@ -86,17 +85,9 @@ class MxFormat(Format):
             exponents = ((bits >> 23 & 0xFF) - top_exponent).clamp(min=0)
         return torch.where(amax.isnan(), 255, exponents)
 
-    def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:
+    def dequantize_in_torch(self, quantized: QuantizedTensor) -> torch.Tensor:
         if self._is_fp8:
             values = quantized.codes.float()
         else:
             values = from_e2m1(unpack_nibbles(quantized.codes, quantized.shape[1]))
         return unfold(fold(values, self.block) * from_e8m0(quantized.scale)[:, None, :, None], quantized.shape)
-
-    def _store(self, quantized: QuantizedTensor) -> tuple[torch.Tensor, ...]:
-        return quantized.codes, quantized.scale
-
-    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-        codes, scale = (tensors[part.suffix] for part in self.parts)
-        columns = codes.shape[1] * (1 if self._is_fp8 else 2)
-        return QuantizedTensor(codes=codes, scale=scale, shape=(codes.shape[0], columns))

@@ -16,7 +16,6 @@ A value is code * (s * g). The sign of a value that rounds to zero is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,15 +45,14 @@ class Nvfp4Format(Format):
 
     @property
     def parts(self) -> tuple[StoredPart, ...]:
-        above = StoredPart(
-            suffix="weight_scale_2", dtype=torch.float32, tile=None if self.name.has_tensor_scale else (1, 0)
-        )
+        tile = None if self.name.has_tensor_scale else (1, 0)
+        above = StoredPart(suffix="weight_scale_2", dtype=torch.float32, tile=tile, content="global_scale")
         return (
-            StoredPart(suffix="weight", dtype=torch.uint8, tile=(1, 2)),
-            StoredPart(suffix="weight_scale", dtype=torch.float8_e4m3fn, tile=self.block),
+            StoredPart(suffix="weight", dtype=torch.uint8, tile=(1, 2), content="codes"),
+            StoredPart(suffix="weight_scale", dtype=torch.float8_e4m3fn, tile=self.block, content="scale"),
             *(() if self.name.rule == "1level" else (above,)),
             # Activations are scaled by their own values, so the static scale that loaders ask for is 1.
-            StoredPart(suffix="input_scale", dtype=torch.float32, tile=None),
+            StoredPart(suffix="input_scale", dtype=torch.float32, tile=None, content="one"),
         )
 
     @property
@@ -65,11 +63,18 @@ class Nvfp4Format(Format):
     def activation(self) -> Format:
         return Nvfp4Format(replace(self.name, rule=self.name.rule if self._per_row else _ROW_RULE[self.name.rule]))
 
+    def global_scales(self, gamax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the rules `te`: S by which block maxima (4o6: a sixth of them) become scales, and g above all blocks."""
+        if "4o6" in self.name.rule:
+            return _global_scales(gamax, _TOP_4O6)
+        encode, decode = _global_scales(gamax, E4M3_MAX)
+        return encode * torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=gamax.device), decode
+
     @property
     def _per_row(self) -> bool:
         return self.name.rule.startswith("te_row")
 
-    def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
+    def quantize_in_torch(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
         blocks = fold(weight.float(), self.block)[:, 0]
         amax_of_block = blocks.abs().amax(dim=-1)
         if amax is None:  # one a row: for rules without a scale above the blocks, it is not read
@@ -83,9 +88,12 @@ class Nvfp4Format(Format):
             case "1level":
                 codes, scale, above = _one_level(blocks, amax_of_block)
             case rule if "4o6" in rule:
-                codes, scale, above = _four_over_six(blocks, amax_of_block, gamax, squared=rule.endswith("MSE"))
+                scales = self.global_scales(gamax)
+                codes, scale, above = _four_over_six(blocks, amax_of_block, gamax, scales, squared=rule.endswith("MSE"))
             case _:
-                codes, scale, above = _transformer_engine(blocks, amax_of_block, gamax)
+                multiplier, above = self.global_scales(gamax)
+                scale = to_e4m3(amax_of_block * multiplier)
+                codes = _encode(blocks, scale, above)
         return QuantizedTensor(
             codes=pack_nibbles(codes.flatten(1)[:, : weight.shape[1]]),
             scale=scale,
@@ -93,26 +101,12 @@ class Nvfp4Format(Format):
             shape=shape_of(weight),
         )
 
-    def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:
+    def dequantize_in_torch(self, quantized: QuantizedTensor) -> torch.Tensor:
         scale = quantized.scale.float()
         if quantized.global_scale is not None:
             scale = scale * quantized.global_scale.reshape(-1, 1)
         values = fold(from_e2m1(unpack_nibbles(quantized.codes, quantized.shape[1])), self.block)
         return unfold(values * scale[:, None, :, None], quantized.shape)
-
-    def _store(self, quantized: QuantizedTensor) -> tuple[torch.Tensor, ...]:
-        above = quantized.global_scale
-        values = [quantized.codes, quantized.scale]
-        if above is not None:
-            values.append(above.reshape(() if self.name.has_tensor_scale else (-1, 1)))
-        return *values, torch.ones((), dtype=torch.float32, device=quantized.codes.device)
-
-    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-        codes, scale, above = tensors["weight"], tensors["weight_scale"], tensors.get("weight_scale_2")
-        if above is not None:
-            above = above.flatten()
-        shape = (codes.shape[0], codes.shape[1] * 2)
-        return QuantizedTensor(codes=codes, scale=scale, global_scale=above, shape=shape)
 
 
 _ROW_RULE = {
@@ -128,25 +122,15 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes [N, blocks, 16], E4M3 scales [N, blocks], scale above [1 or N, 1]."""
 
 
-def _transformer_engine(blocks: torch.Tensor, amax: torch.Tensor, gamax: torch.Tensor) -> _Parts:
-    multiplier, decode = transformer_engine_scales(gamax)
-    scale = to_e4m3(amax * multiplier)
-    return _encode(blocks, scale, decode), scale, decode
-
-
-def transformer_engine_scales(gamax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a block's largest value is multiplied by to give its scale, and the scale above all blocks."""
-    encode, decode = _global_scales(gamax, E4M3_MAX)
-    return encode * torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32, device=gamax.device), decode
-
-
-def four_over_six_scales(gamax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a sixth of a block's largest value is multiplied by to give its scale, and the scale above all blocks."""
-    return _global_scales(gamax, _TOP_4O6)
-
-
-def _four_over_six(blocks: torch.Tensor, amax: torch.Tensor, gamax: torch.Tensor, *, squared: bool) -> _Parts:
-    encode, decode = four_over_six_scales(gamax)
+def _four_over_six(
+    blocks: torch.Tensor,
+    amax: torch.Tensor,
+    gamax: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    *,
+    squared: bool,
+) -> _Parts:
+    encode, decode = scales
     base = torch.div(amax, torch.full_like(amax, E2M1_MAX)) * encode
     six, four = to_e4m3(base), to_e4m3(base * 1.5)
     codes_six, codes_four = _encode(blocks, six, decode), _encode(blocks, four, decode)

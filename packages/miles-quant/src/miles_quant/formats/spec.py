@@ -13,8 +13,9 @@ applied somewhere: converter and exporter write its bytes, fake quantisation rea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -49,12 +50,22 @@ class StoredPart:
     """Rows and columns of the matrix behind one element; 0 is a whole dimension. None: one for the whole matrix."""
     whole_shape: tuple[int, ...] = ()
     """Its shape where `tile` is None."""
+    content: Literal["codes", "scale", "global_scale", "one", "shape"]
+    """The field of `QuantizedTensor` that it holds, or the number 1."""
 
     def shape_of(self, matrix: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape for a matrix of shape `matrix`."""
         if self.tile is None:
             return self.whole_shape
         return tuple(-(-n // (t or n)) for n, t in zip(matrix, self.tile, strict=True))
+
+    def value_of(self, quantized: QuantizedTensor) -> torch.Tensor:
+        """What is stored of `quantized`."""
+        if self.content in ("one", "shape"):
+            plain = 1 if self.content == "one" else quantized.shape
+            return torch.tensor(plain, dtype=self.dtype, device=quantized.codes.device)
+        value: torch.Tensor = getattr(quantized, self.content)
+        return value.reshape(self.whole_shape if self.tile is None else (len(value), -1)).contiguous()
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ class Format(ABC):
         """[N, K], the value that an engine computes with: float32 arithmetic, rounded once to `dtype`."""
         self._check_shapes(quantized)
         found = kernels.dequantize(self, quantized, dtype)
-        return self._dequantize(quantized).to(dtype) if found is None else found
+        return self.dequantize_in_torch(quantized).to(dtype) if found is None else found
 
     def fake_quantize(self, weight: torch.Tensor, *, amax: torch.Tensor | None = None) -> torch.Tensor:
         """`dequantize(quantize(weight))` in the type of `weight`: what the trainer sees of the engine's weights."""
@@ -128,8 +139,7 @@ class Format(ABC):
 
     def store(self, quantized: QuantizedTensor) -> dict[str, torch.Tensor]:
         """Stored tensors by suffix, in the order of `parts`."""
-        values = self._store(quantized)
-        return {part.suffix: value.contiguous() for part, value in zip(self.parts, values, strict=True)}
+        return {part.suffix: part.value_of(quantized) for part in self.parts}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
         """The inverse of `store`.
@@ -146,34 +156,40 @@ class Format(ABC):
                 raise QuantError(
                     f"`{part.suffix}` is {tensors[part.suffix].dtype}; {self.name} stores it as {part.dtype}."
                 )
-        quantized = self._restore(tensors)
+        held = {part.content: tensors[part.suffix] for part in self.parts}
+        codes, scale, above = held["codes"], held["scale"], held.get("global_scale")
+        rows, columns = self.shape_of_codes(codes.shape) if "shape" not in held else held["shape"].tolist()
+        scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
+        above = None if above is None else above.flatten()
+        quantized = QuantizedTensor(codes=codes, scale=scale, global_scale=above, shape=(rows, columns))
         self._check_shapes(quantized)
         return quantized
+
+    def shape_of_codes(self, codes: Sequence[int]) -> tuple[int, int]:
+        """Shape of the matrix whose codes have the shape `codes`, which INT4 pads to whole words."""
+        tile = self.parts[0].tile
+        assert tile is not None, "codes are stored in rows and columns"
+        return codes[0] * tile[0], codes[1] * tile[1]
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Shape of the scales of a matrix of `shape`."""
         rows, columns = (b or n for b, n in zip(self.block, shape, strict=True))
         return -(-shape[0] // rows), -(-shape[1] // columns)
 
+    @abstractmethod
+    def quantize_in_torch(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
+        """The reference that compiled kernels equal bit for bit; `quantize` calls it where there is no kernel."""
+
+    @abstractmethod
+    def dequantize_in_torch(self, quantized: QuantizedTensor) -> torch.Tensor:
+        """[N, K] float32, the reference of `dequantize`."""
+
     def _compute(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor:
-        parts = kernels.quantize(self, weight, amax)
-        if parts is None:
-            return self._quantize(weight, amax)
-        codes, scale, global_scale = parts
+        found = kernels.quantize(self, weight, amax)
+        if found is None:
+            return self.quantize_in_torch(weight, amax)
+        codes, scale, global_scale = found
         return QuantizedTensor(codes=codes, scale=scale, global_scale=global_scale, shape=shape_of(weight))
-
-    @abstractmethod
-    def _quantize(self, weight: torch.Tensor, amax: torch.Tensor | None) -> QuantizedTensor: ...
-
-    @abstractmethod
-    def _dequantize(self, quantized: QuantizedTensor) -> torch.Tensor:
-        """[N, K] float32."""
-
-    @abstractmethod
-    def _store(self, quantized: QuantizedTensor) -> tuple[torch.Tensor, ...]: ...
-
-    @abstractmethod
-    def _restore(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor: ...
 
     def _check_shapes(self, quantized: QuantizedTensor) -> None:
         expected = self.grid(quantized.shape)

@@ -6,11 +6,11 @@ Kernels take whole blocks of contiguous bfloat16 or float32 on the CPU, for the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_float
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from . import triton_kernels
 from .library import find_kernels
 
 if TYPE_CHECKING:
+    from ..formats.nvfp4 import Nvfp4Format
     from ..formats.spec import Format, QuantizedTensor
 
 _MX_RULES = {"rceil": 0, "floor": 1, "even": 2}
@@ -43,7 +44,7 @@ def quantize(format: Format, weight: torch.Tensor, amax: torch.Tensor | None) ->
         case "fp8":
             return _fp8(kernels, format, weight, amax)
         case "nvfp4" if format.name.rule.startswith("te"):
-            return _nvfp4(kernels, format, weight, amax)
+            return _nvfp4(kernels, cast("Nvfp4Format", format), weight, amax)
         case "int4" if format.name.rule == "miles":
             return _int4(kernels, format, weight)
         case "mxfp8" | "mxfp4":
@@ -54,44 +55,26 @@ def quantize(format: Format, weight: torch.Tensor, amax: torch.Tensor | None) ->
 
 def dequantize(format: Format, quantized: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The values of `quantized` in `dtype`, or None."""
-    codes, scale = quantized.codes, quantized.scale
-    if dtype not in (torch.bfloat16, torch.float32) or codes.device.type != "cpu":
+    if dtype not in (torch.bfloat16, torch.float32) or quantized.codes.device.type != "cpu":
         return None
     kernels = find_kernels()
     rows, columns = quantized.shape
     if kernels is None or not _whole_blocks(format, columns) or rows * columns == 0:
         return None
     out = torch.empty(rows, columns, dtype=dtype)
-    codes, scale, above = codes.contiguous(), scale.contiguous(), quantized.global_scale
-    block_rows, block_columns = format.block[0] or rows, format.block[1] or columns
-    is_bf16, family, unit = _is_bf16(out), format.name.family, 1
-    match family:
+    height, width = format.block[0] or rows, format.block[1] or columns
+    where = quantized.codes.contiguous(), quantized.scale.contiguous(), out, _is_bf16(out)
+    match format.name.family:
         case "fp8":
-            unit = block_rows
-
-            def work(a: int, b: int) -> None:
-                where = _at(codes, a), _at(scale, a // block_rows), _at(out, a)
-                kernels.fp8_dequantize(*where, is_bf16, b - a, columns, block_rows, block_columns)
+            _in_threads(kernels.fp8_dequantize, out.shape, *where, _Each(1), columns, height, width, unit=height)
         case "nvfp4":
-            above = (torch.ones(1) if above is None else above).contiguous()
+            above = torch.ones(1) if quantized.global_scale is None else quantized.global_scale.contiguous()
             step = int(above.numel() > 1)
-
-            def work(a: int, b: int) -> None:
-                where = _at(codes, a), _at(scale, a), _at(out, a)
-                kernels.nvfp4_dequantize(*where, is_bf16, b - a, columns, _at(above, a * step), step)
+            _in_threads(kernels.nvfp4_dequantize, out.shape, *where, _Each(1), columns, above, step)
         case "int4":
-
-            def work(a: int, b: int) -> None:
-                groups = (b - a) * columns // block_columns
-                kernels.int4_dequantize(_at(codes, a), _at(scale, a), _at(out, a), is_bf16, groups, block_columns)
-        case _:
-
-            def work(a: int, b: int) -> None:
-                blocks = (b - a) * columns // block_columns
-                where = _at(codes, a), _at(scale, a), _at(out, a)
-                kernels.mx_dequantize(*where, is_bf16, blocks, int(family == "mxfp8"))
-
-    _in_threads(work, rows, columns, unit)
+            _in_threads(kernels.int4_dequantize, out.shape, *where, _Each(columns // width), width)
+        case family:
+            _in_threads(kernels.mx_dequantize, out.shape, *where, _Each(columns // width), int(family == "mxfp8"))
     return out
 
 
@@ -100,14 +83,8 @@ def row_amax(weight: torch.Tensor) -> torch.Tensor | None:
     kernels = find_kernels() if _takes(weight) and weight.shape[1] % 16 == 0 else None
     if kernels is None:
         return None
-    weight = weight.contiguous()
-    rows, columns = weight.shape
-    amax = torch.empty(rows)
-
-    def work(a: int, b: int) -> None:
-        kernels.row_amax(_at(weight, a), _is_bf16(weight), _at(amax, a), b - a, columns)
-
-    _in_threads(work, rows, columns)
+    weight, amax = weight.contiguous(), torch.empty(len(weight))
+    _in_threads(kernels.row_amax, weight.shape, weight, _is_bf16(weight), amax, _Each(1), weight.shape[1])
     return amax
 
 
@@ -115,27 +92,12 @@ def _fp8(kernels: Any, format: Format, weight: torch.Tensor, amax: torch.Tensor 
     rows, columns = weight.shape
     height, width = format.block[0] or rows, format.block[1] or columns
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(format.grid((rows, columns)))
-    whole = None if amax is None else byref(c_float(float(amax)))
+    scale, whole = torch.empty(format.grid((rows, columns))), None
     if amax is not None:
-        height = 1  # rows are independent once the maximum is known; each writes the one scale
-        scale = torch.empty(rows, 1)
-
-    def work(a: int, b: int) -> None:
-        kernels.fp8_quantize(
-            _at(weight, a),
-            _is_bf16(weight),
-            _at(codes, a),
-            _at(scale, a // height),
-            b - a,
-            columns,
-            height,
-            width,
-            _FP8_RULES[format.name.rule],
-            whole,
-        )
-
-    _in_threads(work, rows, columns, height)
+        # Rows are independent once the maximum is known; each writes the one scale.
+        height, scale, whole = 1, torch.empty(rows, 1), byref(c_float(float(amax)))
+    where, rule = (weight, _is_bf16(weight), codes, scale, _Each(1)), _FP8_RULES[format.name.rule]
+    _in_threads(kernels.fp8_quantize, weight.shape, *where, columns, height, width, rule, whole, unit=height)
     return codes, scale if amax is None else scale[:1].clone(), None
 
 
@@ -145,44 +107,25 @@ def _mx(kernels: Any, format: Format, weight: torch.Tensor) -> Parts:
     kind = torch.float8_e4m3fn if is_fp8 else torch.uint8
     codes = torch.empty(rows, columns if is_fp8 else columns // 2, dtype=kind)
     scale = torch.empty(rows, columns // 32, dtype=torch.uint8)
-
-    def work(a: int, b: int) -> None:
-        kernels.mx_quantize(
-            _at(weight, a),
-            _is_bf16(weight),
-            _at(codes, a),
-            _at(scale, a),
-            (b - a) * columns // 32,
-            int(is_fp8),
-            _MX_RULES[format.name.rule],
-        )
-
-    _in_threads(work, rows, columns)
+    where = weight, _is_bf16(weight), codes, scale, _Each(columns // 32)
+    _in_threads(kernels.mx_quantize, weight.shape, *where, int(is_fp8), _MX_RULES[format.name.rule])
     return codes, scale, None
 
 
-def _nvfp4(kernels: Any, format: Format, weight: torch.Tensor, amax: torch.Tensor | None) -> Parts:
-    from ..formats.nvfp4 import four_over_six_scales, transformer_engine_scales
-
+def _nvfp4(kernels: Any, format: Nvfp4Format, weight: torch.Tensor, amax: torch.Tensor | None) -> Parts:
     rows, columns = weight.shape
-    if amax is None:
-        amax = row_amax(weight)
-        assert amax is not None, "rows whose blocks are whole have a maximum"
+    amax = row_amax(weight) if amax is None else amax
+    assert amax is not None, "rows whose blocks are whole have a maximum"
     amax, rule = amax.reshape(-1), format.name.rule
-    multiplier, decode = (four_over_six_scales if "4o6" in rule else transformer_engine_scales)(amax)
+    multiplier, decode = format.global_scales(amax)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scale = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn)
+    where = weight, _is_bf16(weight), codes, scale, _Each(1), columns, multiplier, decode
     step = int(decode.numel() > 1)
-
-    def work(a: int, b: int) -> None:
-        where = _at(weight, a), _is_bf16(weight), _at(codes, a), _at(scale, a), b - a, columns
-        scales = _at(multiplier, a * step), _at(decode, a * step)
-        if "4o6" in rule:
-            kernels.nvfp4_4o6_quantize(*where, *scales, _at(amax, a * step), step, int(rule.endswith("MSE")))
-        else:
-            kernels.nvfp4_quantize(*where, *scales, step)
-
-    _in_threads(work, rows, columns)
+    if "4o6" in rule:
+        _in_threads(kernels.nvfp4_4o6_quantize, weight.shape, *where, amax, step, int(rule.endswith("MSE")))
+    else:
+        _in_threads(kernels.nvfp4_quantize, weight.shape, *where, step)
     return codes, scale, decode
 
 
@@ -191,13 +134,8 @@ def _int4(kernels: Any, format: Format, weight: torch.Tensor) -> Parts:
     group = format.block[1]
     codes = torch.empty(rows, columns // 8, dtype=torch.int32)
     scale = torch.empty(rows, columns // group, dtype=torch.bfloat16)
-
-    def work(a: int, b: int) -> None:
-        kernels.int4_quantize(
-            _at(weight, a), _is_bf16(weight), _at(codes, a), _at(scale, a), (b - a) * columns // group, group
-        )
-
-    _in_threads(work, rows, columns)
+    where = weight, _is_bf16(weight), codes, scale, _Each(columns // group)
+    _in_threads(kernels.int4_quantize, weight.shape, *where, group)
     return codes, scale, None
 
 
@@ -214,19 +152,37 @@ def _is_bf16(tensor: torch.Tensor) -> int:
     return int(tensor.dtype == torch.bfloat16)
 
 
-def _at(tensor: torch.Tensor, row: int) -> int:
-    """Address of a row."""
-    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
+class _Each(int):
+    """An argument of a kernel: so many units of work for each row that a thread is given."""
 
 
-def _in_threads(work: Callable[[int, int], None], rows: int, columns: int, unit: int = 1) -> None:
-    """`work(first, last)` over all rows, cut at multiples of `unit` among as many threads as torch uses."""
-    wanted = min(torch.get_num_threads(), rows * columns // _PER_THREAD, -(-rows // unit))
-    if wanted < 2:
-        work(0, rows)
-        return
+def _in_threads(kernel: Callable[..., None], shape: Sequence[int], *arguments: object, unit: int = 1) -> None:
+    """Call `kernel` on all rows of a matrix of `shape`, cut at multiples of `unit` among the threads that torch uses.
+
+    Each call gets the address of its first row for every tensor among the arguments, and the amount of its work for an
+    `_Each`. A tensor may have one row for every `unit` rows of the matrix, or a single one for all.
+    """
+    rows, columns = shape
+    wanted = max(1, min(torch.get_num_threads(), rows * columns // _PER_THREAD, -(-rows // unit)))
     step = -(-rows // unit // wanted) * unit
-    list(_pool().map(lambda start: work(start, min(start + step, rows)), range(0, rows, step)))
+
+    def work(first: int) -> None:
+        def passed(argument: object) -> object:
+            match argument:
+                case torch.Tensor():
+                    row = first * len(argument) // rows
+                    return argument.data_ptr() + row * argument.stride(0) * argument.element_size()
+                case _Each():
+                    return argument * (min(first + step, rows) - first)
+                case _:
+                    return argument
+
+        kernel(*map(passed, arguments))
+
+    if wanted == 1:
+        work(0)
+    else:
+        list(_pool().map(work, range(0, rows, step)))
 
 
 @cache

@@ -60,11 +60,10 @@ def train_linear(
         rows = x.reshape(-1, x.shape[-1])
         return _ThreeProducts.apply(rows, weight, scheme).unflatten(0, x.shape[:-1])
     packed = scheme.quantize(weight, amax)
+    x_value, w_value = round_activation(x, scheme), scheme.weight.dequantize(packed, dtype=x.dtype)
     y = _on_tensor_cores(x, packed, scheme)
-    values = scheme.weight.dequantize(packed, dtype=x.dtype)
-    if y is not None:
-        return _Known.apply(x, weight, y, round_activation(x, scheme), values)
-    return functional.linear(_through(x, round_activation(x, scheme)), _through(weight, values))
+    y = functional.linear(x_value.detach(), w_value) if y is None else y
+    return _StraightThrough.apply(x, weight, y, x_value, w_value)
 
 
 def packed_linear(x: torch.Tensor, packed: QuantizedTensor, scheme: Scheme) -> torch.Tensor:
@@ -91,25 +90,8 @@ def round_activation(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return scheme.activation.fake_quantize(x.detach().reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
-def _through(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return _StraightThrough.apply(x, value)
-
-
 class _StraightThrough(torch.autograd.Function):
-    """`value` forward; backward, the gradient goes to `x` as if nothing had been rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = x.dtype
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0].to(ctx.dtype), None
-
-
-class _Known(torch.autograd.Function):
-    """`y` forward; backward, the gradients of `x_value @ w_value^T` go to `x` and `weight`."""
+    """`y` forward; backward, the gradients of `x_value @ w_value^T` go to `x` and `weight` as if nothing was rounded."""
 
     @staticmethod
     def forward(ctx: Any, *operands: torch.Tensor) -> torch.Tensor:
@@ -125,7 +107,8 @@ class _Known(torch.autograd.Function):
         dx = (grad @ w_value).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = (grad.flatten(0, -2).t() @ x_value.flatten(0, -2)).to(ctx.dtypes[1])
+            rows, tokens = (t.reshape(-1, t.shape[-1]) for t in (grad, x_value))
+            dw = (rows.t() @ tokens).to(ctx.dtypes[1])
         return dx, dw, None, None, None
 
 
