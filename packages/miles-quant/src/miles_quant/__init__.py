@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, QuantError
+from .errors import CheckpointError, ModelFolderError, QuantError
 from .recipe.hf import modelopt_config, quantization_config, recipe_of_config
 from .recipe.recipe import Recipe
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from .checkpoints.job import FolderReport
     from .checkpoints.serving import write_serving
     from .export.digest import Digest, differing, with_digests
-    from .export.ranks import largest_over_ranks
-    from .export.shards import PackedShard, check_boxes, quantize_shards, round_shards
+    from .export.shards import PackedShard, check_boxes, largest_over_ranks, quantize_shards, round_shards
     from .formats.registry import get_format
     from .formats.spec import Format, QuantizedTensor
     from .formats.swizzle import swizzle_scales, unswizzle_scales
@@ -31,6 +30,7 @@ __all__ = [
     "FolderReport",
     "Format",
     "GoldenRow",
+    "ModelFolderError",
     "PackedLinear",
     "PackedShard",
     "QuantError",
@@ -58,33 +58,23 @@ __all__ = [
     "write_serving",
 ]
 
-_MODULES = {
-    "ComparedTensor": "checkpoints.compare",
-    "Digest": "export.digest",
-    "FolderReport": "checkpoints.job",
-    "Format": "formats.spec",
-    "GoldenRow": "verify",
-    "PackedLinear": "nn.packed",
-    "PackedShard": "export.shards",
-    "QuantLinear": "nn.linear",
-    "QuantizedTensor": "formats.spec",
-    "check_boxes": "export.shards",
-    "compare": "checkpoints.compare",
-    "convert": "checkpoints.convert",
-    "dequantize": "checkpoints.dequantize",
-    "differing": "export.digest",
-    "get_format": "formats.registry",
-    "largest_over_ranks": "export.ranks",
-    "load_packed": "nn.packed",
-    "prepare_model": "nn.prepare",
-    "quantize_shards": "export.shards",
-    "round_shards": "export.shards",
-    "swizzle_scales": "formats.swizzle",
-    "unswizzle_scales": "formats.swizzle",
-    "verify_golden": "verify",
-    "with_digests": "export.digest",
-    "write_serving": "checkpoints.serving",
+_NAMES = {
+    "checkpoints.compare": ("ComparedTensor", "compare"),
+    "checkpoints.convert": ("convert",),
+    "checkpoints.dequantize": ("dequantize",),
+    "checkpoints.job": ("FolderReport",),
+    "checkpoints.serving": ("write_serving",),
+    "export.digest": ("Digest", "differing", "with_digests"),
+    "export.shards": ("PackedShard", "check_boxes", "largest_over_ranks", "quantize_shards", "round_shards"),
+    "formats.registry": ("get_format",),
+    "formats.spec": ("Format", "QuantizedTensor"),
+    "formats.swizzle": ("swizzle_scales", "unswizzle_scales"),
+    "nn.linear": ("QuantLinear",),
+    "nn.packed": ("PackedLinear", "load_packed"),
+    "nn.prepare": ("prepare_model",),
+    "verify": ("GoldenRow", "verify_golden"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

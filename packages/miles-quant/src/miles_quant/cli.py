@@ -66,11 +66,9 @@ def _convert(options: argparse.Namespace) -> int:
     from .checkpoints.convert import convert
 
     recipe = Recipe.load(options.recipe)
-    recipe = replace(recipe, keep_bf16=(*recipe.keep_bf16, *options.keep))
-    if options.keep_first_layers is not None:
-        recipe = replace(recipe, keep_first_layers=options.keep_first_layers)
-    if options.keep_last_layers is not None:
-        recipe = replace(recipe, keep_last_layers=options.keep_last_layers)
+    given = {key: getattr(options, key) for key in ("keep_first_layers", "keep_last_layers")}
+    given = {key: number for key, number in given.items() if number is not None}
+    recipe = replace(recipe, keep_bf16=(*recipe.keep_bf16, *options.keep), **given)
     report = convert(options.source, options.target, recipe, workers=options.workers, is_quiet=options.quiet)
     print(
         f"{report.num_changed} of {report.num_tensors} tensors quantised to {recipe.spec.name}: "

@@ -7,5 +7,9 @@ class QuantError(ValueError):
     """A tensor, block, recipe or file cannot be quantised as asked."""
 
 
-class CheckpointError(QuantError):
+class ModelFolderError(QuantError):
     """A model folder is incomplete, damaged or not what its configuration says."""
+
+
+CheckpointError = ModelFolderError
+"""The name it had when `miles_train` had an error of that name too."""

@@ -41,18 +41,7 @@ def verify_golden(path: str | Path) -> list[GoldenRow]:
     Raises:
         QuantError: the file is not one of golden vectors, or names a format or part that this package does not know.
     """
-    try:
-        with Path(path).open("rb") as stream:
-            file = np.load(stream)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise QuantError(f"{path} holds one array; a file of golden vectors is an .npz of many.")
-            golden = {key: file[key] for key in file.files}
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise QuantError(f"{path} is not a readable .npz file: {error}") from error
-    except ValueError as error:
-        if isinstance(error, QuantError):
-            raise
-        raise QuantError(f"{path} is not a readable .npz file: {error}") from error
+    golden = _load(path)
     expected: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for key, array in golden.items():
         family, *rest = key.split("|")
@@ -71,6 +60,17 @@ def verify_golden(path: str | Path) -> list[GoldenRow]:
         swizzled = swizzle_scales(torch.from_numpy(golden["swizzle|in"])).numpy()
         rows.append(_row("swizzle", [("swizzle|out", swizzled, golden["swizzle|out"])]))
     return rows
+
+
+def _load(path: str | Path) -> dict[str, np.ndarray]:
+    try:
+        with Path(path).open("rb") as stream:
+            file = np.load(stream)
+            if isinstance(file, np.lib.npyio.NpzFile):
+                return {key: file[key] for key in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise QuantError(f"{path} is not a readable .npz file: {error}") from error
+    raise QuantError(f"{path} holds one array; a file of golden vectors is an .npz of many.")
 
 
 def _verify_format(

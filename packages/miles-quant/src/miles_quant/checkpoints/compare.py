@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from .folder import ModelFolder
 from .packed import PackedFolder
 
@@ -44,13 +44,13 @@ def compare(first: str | Path, second: str | Path) -> Iterator[ComparedTensor]:
     """Every tensor of two folders, plain or quantised, in the order of the first.
 
     Raises:
-        CheckpointError: a folder is half-written, or one has a tensor that the other lacks.
+        ModelFolderError: a folder is half-written, or one has a tensor that the other lacks.
     """
     a, b = _Values(ModelFolder(first)), _Values(ModelFolder(second))
     only = sorted(a.names.keys() ^ b.names.keys())
     if only:
         where = first if only[0] in a.names else second
-        raise CheckpointError(f"{len(only)} tensors are in one folder alone, e.g. {only[0]} in {where}.")
+        raise ModelFolderError(f"{len(only)} tensors are in one folder alone, e.g. {only[0]} in {where}.")
     for name in a.names:
         yield _compare(name, a, b)
 
@@ -83,7 +83,7 @@ def _compare(name: str, a: _Values, b: _Values) -> ComparedTensor:
         codes_equal, scales_equal = codes, all(scales)
     x, y = a.values(name), b.values(name)
     if x.shape != y.shape:
-        raise CheckpointError(f"{name} is {tuple(x.shape)} in one folder and {tuple(y.shape)} in the other.")
+        raise ModelFolderError(f"{name} is {tuple(x.shape)} in one folder and {tuple(y.shape)} in the other.")
     largest, total, dot, norm_x, norm_y = 0.0, 0.0, 0.0, 0.0, 0.0
     for part_x, part_y in zip(x.reshape(-1).split(_CHUNK), y.reshape(-1).split(_CHUNK), strict=True):
         u, v = part_x.double(), part_y.double()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from ..formats.spec import check_floating, round_to_source, stored_name
 from ..recipe.hf import MODELOPT_FILE, RECIPE_FILE, modelopt_config, quantization_config
 from ..recipe.recipe import Recipe, siblings
@@ -25,12 +25,12 @@ def convert(
     Memory is bounded by `workers` times the largest tensor. One worker writes one file.
 
     Raises:
-        CheckpointError: `source` is half-written or already quantised, or `target` is something else.
+        ModelFolderError: `source` is half-written or already quantised, or `target` is something else.
         QuantError: the recipe does not fit the model, or a weight holds NaN or Inf.
     """
     folder = ModelFolder(source)
     if folder.recipe is not None:
-        raise CheckpointError(f"{source} is quantised already ({folder.recipe.format}); dequantize it first.")
+        raise ModelFolderError(f"{source} is quantised already ({folder.recipe.format}); dequantize it first.")
     if folder.num_layers is not None:
         recipe = recipe.for_model(folder.num_layers)
     return _Quantize(folder, recipe).run(target, workers=workers, is_quiet=is_quiet)

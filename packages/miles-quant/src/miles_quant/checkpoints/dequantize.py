@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..formats.int4 import Int4Format
 from .folder import ModelFolder
 from .job import FolderJob, FolderReport
 from .packed import PackedFolder
@@ -25,7 +24,7 @@ def dequantize(
     """Write the quantised folder `source` as plain weights of `dtype`; interrupted runs are taken up.
 
     Raises:
-        CheckpointError: `source` is half-written or not quantised, or `target` is something else.
+        ModelFolderError: `source` is half-written or not quantised, or `target` is something else.
     """
     folder = PackedFolder(ModelFolder(source))
     return _Dequantize(folder, dtype).run(target, workers=workers, is_quiet=is_quiet)
@@ -45,7 +44,7 @@ class _Dequantize(FolderJob):
         if name not in self._codes:
             return {name: self.source.infos[name]}
         weight = self._codes[name]
-        return {weight: TensorInfo(dtype=self._dtype, shape=self._shape(weight))}
+        return {weight: TensorInfo(dtype=self._dtype, shape=self._packed.shape(weight))}
 
     def transform(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self._codes:
@@ -59,13 +58,3 @@ class _Dequantize(FolderJob):
 
     def identity(self) -> dict[str, Any]:
         return {"job": "dequantize", "dtype": str(self._dtype)}
-
-    def _shape(self, weight: str) -> tuple[int, ...]:
-        """Of the matrix: what the codes are, taken apart, or where INT4's words may be padded, what it says itself."""
-        parts = self._packed.parts(weight)
-        if isinstance(self._packed.format, Int4Format):
-            return tuple(self.source.read(parts["weight_shape"]).tolist())
-        codes = self._packed.format.parts[0]
-        assert codes.tile is not None
-        rows, columns = self.source.infos[parts[codes.suffix]].shape
-        return rows * codes.tile[0], columns * codes.tile[1]

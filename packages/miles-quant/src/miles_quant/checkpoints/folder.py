@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from ..recipe.hf import MODELOPT_FILE, RECIPE_FILE, recipe_of_config
 from ..recipe.recipe import Recipe
 from .safetensors import TensorFile, TensorInfo
@@ -22,26 +22,23 @@ class ModelFolder:
     """A folder for reading, checked when it is opened.
 
     Raises:
-        CheckpointError: no configuration, a file or tensor of the index is missing, a file is half-written, or a
+        ModelFolderError: no configuration, a file or tensor of the index is missing, a file is half-written, or a
             conversion into this folder has not finished.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if (self.path / PROGRESS_FILE).exists():
-            raise CheckpointError(f"A conversion into {path} has not finished; run the same command again first.")
+            raise ModelFolderError(f"A conversion into {path} has not finished; run the same command again first.")
         self.config: dict[str, Any] = self._json("config.json", "it is not a model folder, or it is half-written")
         self.files = {file.path.name: file for file in self._open_files()}
         self.home: dict[str, TensorFile] = {}
         for file in self.files.values():
             for name in file.infos:
                 if name in self.home:
-                    raise CheckpointError(f"{name} is in {self.home[name].path.name} and in {file.path.name}.")
+                    raise ModelFolderError(f"{name} is in {self.home[name].path.name} and in {file.path.name}.")
                 self.home[name] = file
-
-    @property
-    def infos(self) -> dict[str, TensorInfo]:
-        return {name: file.infos[name] for name, file in self.home.items()}
+        self.infos: dict[str, TensorInfo] = {name: file.infos[name] for name, file in self.home.items()}
 
     @property
     def num_layers(self) -> int | None:
@@ -49,7 +46,7 @@ class ModelFolder:
         text = self.config.get("text_config")
         number = (text if isinstance(text, dict) else self.config).get("num_hidden_layers")
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise CheckpointError(f"num_hidden_layers is {number!r} in {self.path / 'config.json'}; it is a count.")
+            raise ModelFolderError(f"num_hidden_layers is {number!r} in {self.path / 'config.json'}; it is a count.")
         return number
 
     @property
@@ -58,7 +55,7 @@ class ModelFolder:
         if (self.path / RECIPE_FILE).exists():
             recipe = self._json(RECIPE_FILE, "").get("recipe")
             if not isinstance(recipe, dict):
-                raise CheckpointError(f"{self.path / RECIPE_FILE} holds no recipe; it is damaged.")
+                raise ModelFolderError(f"{self.path / RECIPE_FILE} holds no recipe; it is damaged.")
             return Recipe.from_dict(recipe)
         config = self.config.get("quantization_config")
         if config is None and (self.path / MODELOPT_FILE).exists():
@@ -81,36 +78,36 @@ class ModelFolder:
         if not (self.path / INDEX_FILE).exists():
             found = sorted(self.path.glob("*.safetensors"))
             if len(found) != 1:
-                raise CheckpointError(
+                raise ModelFolderError(
                     f"{self.path} has {len(found)} .safetensors files and no {INDEX_FILE}; "
                     "it needs one file, or an index."
                 )
             return [TensorFile(found[0])]
         weight_map = self._json(INDEX_FILE, "").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{self.path / INDEX_FILE} has no weight_map of tensors to files.")
+            raise ModelFolderError(f"{self.path / INDEX_FILE} has no weight_map of tensors to files.")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{INDEX_FILE} puts {name} into {file!r}, which is no file beside it.")
+                raise ModelFolderError(f"{INDEX_FILE} puts {name} into {file!r}, which is no file beside it.")
         files = [TensorFile(self.path / name) for name in sorted(set(weight_map.values()))]
         held = {file.path.name: file.infos for file in files}
         for name, file in weight_map.items():
             if name not in held[file]:
-                raise CheckpointError(f"{INDEX_FILE} puts {name} into {file}, which does not hold it.")
+                raise ModelFolderError(f"{INDEX_FILE} puts {name} into {file}, which does not hold it.")
         unlisted = sorted({name for infos in held.values() for name in infos} - set(weight_map))
         if unlisted:
-            raise CheckpointError(f"{len(unlisted)} tensors are in no entry of {INDEX_FILE}, e.g. {unlisted[0]}.")
+            raise ModelFolderError(f"{len(unlisted)} tensors are in no entry of {INDEX_FILE}, e.g. {unlisted[0]}.")
         return files
 
     def _json(self, name: str, otherwise: str) -> dict[str, Any]:
         try:
             values = json.loads((self.path / name).read_text())
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} has no {name}: {otherwise}.") from error
+            raise ModelFolderError(f"{self.path} has no {name}: {otherwise}.") from error
         except OSError as error:
-            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+            raise ModelFolderError(f"{self.path / name} cannot be read: {error}") from error
         except ValueError as error:
-            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
+            raise ModelFolderError(f"{self.path / name} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise CheckpointError(f"{self.path / name} holds a {type(values).__name__}, not a table.")
+            raise ModelFolderError(f"{self.path / name} holds a {type(values).__name__}, not a table.")
         return values

@@ -11,6 +11,7 @@ config.json for an engine to find.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -21,13 +22,14 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from ..recipe.hf import MODELOPT_FILE, RECIPE_FILE
+from .files import SUFFIX, partial_of, write_json
 from .folder import INDEX_FILE, PROGRESS_FILE, ModelFolder
-from .progress import Progress
+from .progress import ProgressLine
 from .safetensors import TensorInfo, TensorWriter
 
-_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".partial"}
+_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", SUFFIX}
 _REPLACED = {"config.json", INDEX_FILE, RECIPE_FILE, MODELOPT_FILE, PROGRESS_FILE}
 
 
@@ -77,14 +79,14 @@ class FolderJob(ABC):
         """Write the folder `target`, or the rest of it.
 
         Raises:
-            CheckpointError: `target` exists and is not this job's unfinished work, or it cannot be written.
+            ModelFolderError: `target` exists and is not this job's unfinished work, or it cannot be written.
         """
         if workers < 1:
-            raise CheckpointError(f"`workers` is {workers}; at least one is needed.")
+            raise ModelFolderError(f"`workers` is {workers}; at least one is needed.")
         try:
             return self._run(Path(target), workers=workers, is_quiet=is_quiet)
         except OSError as error:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{target} cannot be written: {error}. What is there already stays: once the cause is gone, the same "
                 "command goes on from it."
             ) from error
@@ -93,8 +95,7 @@ class FolderJob(ABC):
         plans = {file: self._plan(file) for file in self.source.files}
         self._claim(target)
         total = sum(info.num_bytes for plan in plans.values() for info in _flat(plan).values())
-        done = sum(_num_written(target / file, plan) for file, plan in plans.items())
-        progress = Progress(self._title, total=total, done=done, is_quiet=is_quiet)
+        progress = ProgressLine(self._title, total=total, is_quiet=is_quiet)
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, threads // workers))
         try:
@@ -111,7 +112,7 @@ class FolderJob(ABC):
             num_changed=len(self.changed),
             source_bytes=sum(info.num_bytes for info in self.source.infos.values()),
             target_bytes=total,
-            resumed_bytes=done,
+            resumed_bytes=progress.found,
         )
 
     def _plan(self, file: str) -> _Plan:
@@ -119,32 +120,34 @@ class FolderJob(ABC):
 
     def _claim(self, target: Path) -> None:
         mine = {"source": str(self.source.path.resolve()), "digest": self.source.digest, **self.identity()}
-        progress, begun = target / PROGRESS_FILE, PROGRESS_FILE + ".partial"  # the latter of a run killed at once
+        progress = target / PROGRESS_FILE
         if progress.exists():
             try:
                 theirs = json.loads(progress.read_text())
             except ValueError:
                 theirs = None
             if not isinstance(theirs, dict):
-                raise CheckpointError(f"{progress} is damaged; remove {target} or choose another folder.")
+                raise ModelFolderError(f"{progress} is damaged; remove {target} or choose another folder.")
             if theirs != mine:
                 differs = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-                raise CheckpointError(
+                raise ModelFolderError(
                     f"{target} holds the unfinished work of another job (other {', '.join(differs)}); remove it or "
                     "choose another folder."
                 )
-        elif target.exists() and (not target.is_dir() or any(file.name != begun for file in target.iterdir())):
-            raise CheckpointError(f"{target} exists and is not an empty folder; remove it or choose another.")
+        elif target.exists() and (not target.is_dir() or set(target.iterdir()) - {partial_of(progress)}):
+            raise ModelFolderError(f"{target} exists and is not an empty folder; remove it or choose another.")
         else:
             target.mkdir(parents=True, exist_ok=True)
-            _write_json(progress, mine)
+            write_json(progress, mine)
 
-    def _write_file(self, path: Path, plan: _Plan, progress: Progress) -> None:
+    def _write_file(self, path: Path, plan: _Plan, progress: ProgressLine) -> None:
         infos = _flat(plan)
         if path.exists() or not infos:
+            progress.start_at(sum(info.num_bytes for info in infos.values()))
             return
         with TensorWriter(path, infos, self.source.files[path.name].metadata) as writer:
             skip = writer.done
+            progress.start_at(sum(info.num_bytes for info in itertools.islice(infos.values(), skip)))
             for name, targets in plan.items():
                 remaining = list(targets)[skip:]
                 skip = max(0, skip - len(targets))
@@ -158,41 +161,15 @@ class FolderJob(ABC):
     def _finish(self, target: Path, plans: dict[str, _Plan], total: int) -> None:
         if (self.source.path / INDEX_FILE).exists():
             weight_map = {name: file for file, plan in plans.items() for name in _flat(plan)}
-            _write_json(
-                target / INDEX_FILE,
-                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
-            )
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(target / INDEX_FILE, index)
         for file in self.source.path.iterdir():
             if file.is_file() and file.suffix not in _NOT_COPIED and file.name not in _REPLACED:
                 shutil.copy2(file, target / file.name)
         for name, document in self.documents().items():
-            _write_json(target / name, document)
+            write_json(target / name, document)
         (target / PROGRESS_FILE).unlink()
 
 
 def _flat(plan: _Plan) -> dict[str, TensorInfo]:
     return {name: info for targets in plan.values() for name, info in targets.items()}
-
-
-def _num_written(path: Path, plan: _Plan) -> int:
-    """Bytes of tensors that an earlier run left, whole file or part of one (as its writer will take it up)."""
-    total = sum(info.num_bytes for info in _flat(plan).values())
-    if path.exists():
-        return total
-    partial = path.with_name(path.name + ".partial")
-    if not partial.exists():
-        return 0
-    with partial.open("rb") as file:
-        header = 8 + int.from_bytes(file.read(8), "little")
-    written, end = max(0, partial.stat().st_size - header), 0
-    for info in _flat(plan).values():
-        if end + info.num_bytes > written:
-            break
-        end += info.num_bytes
-    return end
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)

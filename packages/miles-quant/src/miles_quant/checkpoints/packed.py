@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from ..formats.spec import Format, QuantizedTensor, stored_name
 from .folder import ModelFolder
 from .safetensors import TensorInfo
@@ -16,17 +16,17 @@ class PackedFolder:
     """A quantised folder's matrices by the name that their weight had (`x.weight`).
 
     Raises:
-        CheckpointError: the folder is not quantised, or a matrix lacks some of its tensors.
+        ModelFolderError: the folder is not quantised, or a matrix lacks some of its tensors.
     """
 
     def __init__(self, folder: ModelFolder) -> None:
         recipe = folder.recipe
         if recipe is None:
-            raise CheckpointError(f"{folder.path} is not quantised: its config.json has no quantization_config.")
+            raise ModelFolderError(f"{folder.path} is not quantised: its config.json has no quantization_config.")
         self.folder, self.recipe, self.format = folder, recipe, recipe.spec
         self.names = find_packed(self.format, folder.infos)
         if not self.names:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{folder.path} is said to be quantised to {self.format.name}, and none of its {len(folder.home)} "
                 f"tensors is: no name ends in .{self.format.parts[1].suffix}."
             )
@@ -34,6 +34,14 @@ class PackedFolder:
     def parts(self, name: str) -> dict[str, str]:
         """Names of the stored tensors of a matrix, by suffix."""
         return {part.suffix: stored_name(name, part.suffix) for part in self.format.parts}
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Of a matrix, without reading its codes."""
+        stored = self.parts(name)
+        if "weight_shape" in stored:
+            rows, columns = self.folder.read(stored["weight_shape"]).tolist()
+            return rows, columns
+        return self.format.shape_of_codes(self.folder.infos[stored[self.format.parts[0].suffix]].shape)
 
     def read(self, name: str) -> QuantizedTensor:
         """Codes and scales of one matrix."""
@@ -54,9 +62,9 @@ def find_packed(format: Format, infos: Mapping[str, TensorInfo]) -> frozenset[st
         name = stored.removesuffix(scale.suffix) + "weight"
         missing = [part.suffix for part in format.parts if stored_name(name, part.suffix) not in infos]
         if missing:
-            raise CheckpointError(f"{name} has {stored} but lacks {', '.join(missing)} of {format.name}.")
+            raise ModelFolderError(f"{name} has {stored} but lacks {', '.join(missing)} of {format.name}.")
         if infos[stored_name(name, codes.suffix)].dtype != codes.dtype or info.dtype != scale.dtype:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{stored} is {info.dtype} beside codes of {infos[stored_name(name, codes.suffix)].dtype}; "
                 f"{format.name} stores {scale.dtype} and {codes.dtype}."
             )
@@ -64,5 +72,5 @@ def find_packed(format: Format, infos: Mapping[str, TensorInfo]) -> frozenset[st
     for stored, info in infos.items():
         name = stored.removesuffix(codes.suffix) + "weight"
         if stored.endswith(f".{codes.suffix}") and info.dtype == codes.dtype and name not in found:
-            raise CheckpointError(f"{stored} holds codes of {info.dtype}, and there is no .{scale.suffix} beside it.")
+            raise ModelFolderError(f"{stored} holds codes of {info.dtype}, and there is no .{scale.suffix} beside it.")
     return frozenset(found)

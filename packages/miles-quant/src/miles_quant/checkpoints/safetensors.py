@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
+from .files import partial_of, publish
 
 _DTYPES = {
     "F64": torch.float64,
@@ -52,7 +53,7 @@ class TensorFile:
     """A safetensors file for reading, checked as a whole when it is opened.
 
     Raises:
-        CheckpointError: the file is shorter or longer than its header says, or not a safetensors file.
+        ModelFolderError: the file is shorter or longer than its header says, or not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,28 +65,26 @@ class TensorFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                    raise CheckpointError(f"{path} has {size} bytes, too few for its header; it is half-written.")
+                    raise ModelFolderError(f"{path} has {size} bytes, too few for its header; it is half-written.")
                 self.header = file.read(length)
             entries = json.loads(self.header)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path} is not a safetensors file: its header is not JSON.") from error
+            raise ModelFolderError(f"{path} cannot be read: {error}") from error
+        except json.JSONDecodeError as error:
+            raise ModelFolderError(f"{path} is not a safetensors file: its header is not JSON.") from error
         if not isinstance(entries, dict):
-            raise CheckpointError(f"{path} is not a safetensors file: its header is not a table.")
+            raise ModelFolderError(f"{path} is not a safetensors file: its header is not a table.")
         self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
         end = 0
         tensors = [(name, *_entry(path, name, entry)) for name, entry in entries.items()]
         for name, info, start, stop in sorted(tensors, key=lambda tensor: tensor[2:]):
             if start != end or stop - start != info.num_bytes:
-                raise CheckpointError(
+                raise ModelFolderError(
                     f"{name} in {path} lies at {start}:{stop}; expected {end}:{end + info.num_bytes}."
                 )
             self.infos[name], self._offsets[name], end = info, 8 + length + start, stop
         if 8 + length + end != size:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{path} has {size} bytes and its header describes {8 + length + end}; it is half-written or damaged."
             )
 
@@ -99,7 +98,7 @@ class TensorFile:
             while got < info.num_bytes:
                 count = file.readinto(view[got:])
                 if not count:
-                    raise CheckpointError(f"{self.path} ended {info.num_bytes - got} bytes before {name} did.")
+                    raise ModelFolderError(f"{self.path} ended {info.num_bytes - got} bytes before {name} did.")
                 got += count
         return flat.view(info.dtype).reshape(info.shape)
 
@@ -115,7 +114,6 @@ class TensorWriter:
 
     def __init__(self, path: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
         self.path = path
-        self._partial = path.with_name(path.name + ".partial")
         self._names = list(infos)
         self._infos = dict(infos)
         header = _header(infos, metadata)
@@ -138,18 +136,13 @@ class TensorWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             assert self.done == len(self._names), f"{self.done} of {len(self._names)} tensors of {self.path} written"
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            publish(self._file, self.path)
         self._file.close()
-        if kind is None:
-            self._partial.replace(self.path)
 
     def _take_up(self, header: bytes) -> int:
         """Open the partial file behind its last whole tensor, or a new one behind its header."""
-        try:
-            self._file = self._partial.open("r+b")
-        except FileNotFoundError:
-            self._file = self._partial.open("w+b")
+        partial = partial_of(self.path)
+        self._file = partial.open("r+b" if partial.exists() else "w+b")
         if self._file.read(len(header)) != header:
             self._file.seek(0)
             self._file.truncate()
@@ -169,10 +162,10 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
             isinstance(n, int) and n >= 0 for n in shape
         ):
             if dtype not in _DTYPES:
-                raise CheckpointError(f"{name} in {path} has dtype {dtype}, which is not covered.")
+                raise ModelFolderError(f"{name} in {path} has dtype {dtype}, which is not covered.")
             return TensorInfo(dtype=_DTYPES[dtype], shape=tuple(shape)), start, stop
         case _:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{path} is damaged: it describes {name} as {str(entry)[:200]}, which is no dtype, shape and offsets."
             )
 
@@ -182,12 +175,8 @@ def _header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> byt
     start = 0
     for name, info in infos.items():
         stop = start + info.num_bytes
-        entries[name] = {"dtype": _NAMES[info.dtype], "shape": _ints(info.shape), "data_offsets": [start, stop]}
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start aligned
     return len(text).to_bytes(8, "little") + text
-
-
-def _ints(shape: Sequence[int]) -> list[int]:
-    return [int(n) for n in shape]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from ..recipe.recipe import Recipe
 from .convert import convert
 from .dequantize import dequantize
@@ -26,12 +26,12 @@ def write_serving(
         `target`.
 
     Raises:
-        CheckpointError: `source` is half-written or quantised already, or there is something at `target`.
+        ModelFolderError: `source` is half-written or quantised already, or there is something at `target`.
         QuantError: the recipe does not fit the model.
     """
     target = Path(target)
     if target.exists():
-        raise CheckpointError(f"{target} exists; remove it or choose another folder.")
+        raise ModelFolderError(f"{target} exists; remove it or choose another folder.")
     packed, plain = (target.with_name(target.name + suffix) for suffix in (".packed", ".plain"))
     try:
         for left_over in (packed, plain):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..errors import QuantError
 from ..formats.spec import Format, QuantizedTensor, StoredPart, round_to_source, stored_name
@@ -90,6 +91,18 @@ def round_shards(
                 yield plain._replace(tensor=recipe.spec.dequantize(quantized, dtype=shard.tensor.dtype))
 
     return rounded()
+
+
+def largest_over_ranks(local: dict[str, float]) -> dict[str, float]:
+    """The maximum of every key over the ranks of the default group, any of which may lack keys; a `reduce_max`.
+
+    Collective. Without a process group this rank is alone.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return local
+    everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, local)
+    return {key: max(held.get(key, 0.0) for held in everyone) for key in {key for held in everyone for key in held}}
 
 
 def check_boxes(shards: Iterable[ShardLike], recipe: Recipe) -> None:

@@ -91,7 +91,7 @@ def round_activation(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """`y` forward; backward, the gradients of `x_value @ w_value^T` go to `x` and `weight` as if nothing was rounded."""
+    """`y` forward; backward, gradients go to `x` and `weight` as if these were `x_value` and `w_value` themselves."""
 
     @staticmethod
     def forward(ctx: Any, *operands: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..checkpoints.folder import ModelFolder
 from ..checkpoints.packed import PackedFolder
-from ..errors import CheckpointError
+from ..errors import ModelFolderError
 from ..formats.spec import QuantizedTensor
 from .experts import check_fused_experts, is_fused_experts, route
 from .matmul import Scheme, packed_linear
@@ -62,7 +62,7 @@ def load_packed(model: nn.Module, folder: str | Path) -> nn.Module:
         model: built from the folder's configuration; its weights are overwritten.
 
     Raises:
-        CheckpointError: the folder is not quantised, or its tensors are not the model's.
+        ModelFolderError: the folder is not quantised, or its tensors are not the model's.
     """
     packed = PackedFolder(ModelFolder(folder))
     scheme = scheme_of(packed.recipe)
@@ -75,7 +75,7 @@ def load_packed(model: nn.Module, folder: str | Path) -> nn.Module:
     absent = sorted(set(matrices) - set(packed.folder.home) - packed.names - tied)
     if absent or not packed.names <= set(matrices):
         extra = sorted(packed.names - set(matrices))
-        raise CheckpointError(f"{folder} is of another model: it lacks {absent[:3]} and brings {extra[:3]}.")
+        raise ModelFolderError(f"{folder} is of another model: it lacks {absent[:3]} and brings {extra[:3]}.")
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
             check_fused_experts(name, module)
