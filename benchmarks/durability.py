@@ -45,8 +45,8 @@ from miles_core.run import loop
 from miles_core.run.batching import AdvantagesByEpisode, RankWork
 from miles_core.run.loop import Trained
 from miles_core.run.takeup import take_up
-from miles_rollout import GroupBuffer, PromptStream, RolloutConfig, advantages_by_episode, produce
-from miles_tito import Episode, Group, Outcome, Prompt, Sampling, Trajectory, VersionSpan
+from miles_rollout import GroupBuffer, GroupRequest, PromptStream, RolloutConfig, advantages_by_episode, produce
+from miles_tito import Episode, Group, Outcome, Prompt, Trajectory, VersionSpan
 from miles_tito.records.summary import GroupRef, summarize
 
 ROLLOUT = RolloutConfig(group_size=8, groups_per_step=16, max_staleness=1, filter="no_filter")
@@ -67,13 +67,11 @@ class Instant:
         self._logprobs = [-rng.exponential(0.4, tokens).astype(np.float32) for _ in range(64)]
         self._count = 0
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
+    async def __call__(self, request: GroupRequest) -> GroupRef:
         group = Group(
-            id=group_id,
-            prompt_id=prompt.id,
-            episodes=tuple(self._episode(prompt, group_id, index, attempt) for index in range(group_size)),
+            id=request.group_id,
+            prompt_id=request.prompt.id,
+            episodes=tuple(self._episode(request, index) for index in range(request.group_size)),
         )
         if self._spool is None:
             await asyncio.sleep(0)
@@ -82,20 +80,20 @@ class Instant:
         ref = summarize(group)
         return replace(ref, metadata={**ref.metadata, "spool": (address.file, address.offset)})
 
-    def _episode(self, prompt: Prompt, group_id: str, index: int, attempt: int) -> Episode:
+    def _episode(self, request: GroupRequest, index: int) -> Episode:
         self._count += 1
         tokens, logprobs = self._ids[self._count % 64], self._logprobs[self._count % 64]
         mask = np.arange(len(tokens)) >= len(tokens) // 4
         return Episode(
-            id=f"{group_id}/{index}",
-            prompt_id=prompt.id,
-            group_id=group_id,
-            attempt=attempt,
+            id=f"{request.group_id}/{index}",
+            prompt_id=request.prompt.id,
+            group_id=request.group_id,
+            attempt=request.attempt,
             outcome=Outcome.GRADED,
             reward=float(index % 2),
             trajectories=(
                 Trajectory(
-                    id=f"{group_id}/{index}.0",
+                    id=f"{request.group_id}/{index}.0",
                     tokens=tokens,
                     loss_mask=mask,
                     logprobs=np.where(mask, logprobs, 0),

@@ -21,9 +21,9 @@ from miles_core.evaluation.dedicated import EvalServing
 from miles_core.ledger import LEDGER, query
 from miles_core.monitor import build_monitor, read_metrics
 from miles_core.run.rl import RLRun
-from miles_rollout.dispatch import RunGroup
+from miles_rollout.dispatch import GroupRequest, RunGroup
 from miles_rollout.engines import EngineStartError
-from miles_tito.records import Outcome, Prompt, Sampling
+from miles_tito.records import Outcome, Prompt
 from miles_tito.records.summary import EpisodeSummary, GroupRef, TrajectorySummary
 
 STEPS = 6
@@ -79,11 +79,9 @@ class Serving:
         self.loaded.append(version)
 
     def run_group_into(self, folder: Path | None) -> RunGroup:
-        async def run_group(
-            prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-        ) -> GroupRef:
+        async def run_group(request: GroupRequest) -> GroupRef:
             await asyncio.sleep(60)
-            return scored(group_id, prompt, version=self.loaded[-1])
+            return scored(request.group_id, request.prompt, version=self.loaded[-1])
 
         return run_group
 

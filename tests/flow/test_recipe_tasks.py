@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from miles_envs.tasks.arithmetic import ToolSum
+from miles_rollout.dispatch import GroupRequest
 from miles_rollout.worker import Worker
 from miles_tito.client import SessionClient
 from miles_tito.engine.generation import GenerateRequest
@@ -62,7 +63,7 @@ async def test_a_tool_sum_is_recorded_token_by_token_and_trains_only_what_was_sa
         worker = Worker(
             env=env, sessions=sessions, sampling=Sampling(max_tokens=24), run_id="r", episode_timeout_s=30, permits=8
         )
-        group = await worker.run_group(prompt, group_id="g0", group_size=2)
+        group = await worker.run_group(GroupRequest(prompt=prompt, group_id="g0", group_size=2))
         await sessions.aclose()
     await env.aclose()
 

@@ -21,6 +21,7 @@ from miles_core.run.demonstrations import SupervisedSource
 from miles_core.run.loop import Trained
 from miles_core.run.resume import ResumeError
 from miles_core.run.sft import SftRun
+from miles_rollout.dispatch import GroupRequest
 from miles_train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from miles_train.errors import CheckpointError
 from miles_train.models import build_tiny
@@ -82,9 +83,9 @@ class LocalSource:
         self._source.skip(skip)
         return self._source.fingerprint()
 
-    async def _run_group(self, prompt: Any, group_id: str, group_size: int) -> Any:
+    async def _run_group(self, request: GroupRequest) -> Any:
         assert self._source is not None
-        return self._source.group(prompt, group_id=group_id, group_size=group_size)
+        return self._source.group(request)
 
 
 class _Remote:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from miles_core.config import SftConfig
 from miles_core.run.demonstrations import DemonstrationError, SupervisedSource, imitate
+from miles_rollout.dispatch import GroupRequest
 from miles_tito.engine.generation import join
 from miles_tito.records import Group, Prompt, Trajectory
 from miles_tito.records.summary import GroupRef, summarize
@@ -95,7 +96,7 @@ def make_source(monkeypatch: pytest.MonkeyPatch) -> MakeSource:
 
 
 def draw(source: SupervisedSource, count: int, name: str = "g") -> tuple[GroupRef, list[Trajectory]]:
-    ref = source.group(Prompt(id="d"), group_id=name, group_size=count)
+    ref = source.group(GroupRequest(prompt=Prompt(id="d"), group_id=name, group_size=count))
     group: Group = ref.handle
     return ref, [episode.trajectories[0] for episode in group.episodes]
 

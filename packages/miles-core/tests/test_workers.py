@@ -18,6 +18,7 @@ from miles_core.actors.session_server import SessionServer
 from miles_core.config import EnvConfig
 from miles_core.durable.spool import SpoolAddress, SpoolError, read_group, read_groups
 from miles_rollout.config import RolloutConfig
+from miles_rollout.dispatch import GroupRequest
 from miles_tito.records import Ctx, EpisodeResult, Group, Outcome, Policy, Prompt, Sampling
 from miles_tito.shared.plugins import ImportStringError
 
@@ -149,7 +150,7 @@ async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Pat
     stored: list[Group] = []
     worker = make_worker(tmp_path / "run", Sums(), stored)
     worker.connect([sessions], api_key="secret")
-    ref = await worker.run_group(Prompt(id="p"), group_id="g0", group_size=2)
+    ref = await worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2))
     assert (ref.handle.ref, ref.handle.directory) == ("stored g0", tmp_path / "run")
     assert [episode.error is None for episode in ref.episodes] == [False, False], "nothing was sampled"
     file, offset = ref.metadata["spool"]
@@ -162,7 +163,9 @@ async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Pat
 async def test_groups_that_finish_at_once_are_spooled_one_after_the_other(tmp_path: Path, sessions: str) -> None:
     worker = make_worker(tmp_path / "run", Sums())
     worker.connect([sessions], api_key="secret")
-    refs = await asyncio.gather(*(worker.run_group(Prompt(id="p"), group_id=f"g{n}", group_size=1) for n in range(20)))
+    refs = await asyncio.gather(
+        *(worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id=f"g{n}", group_size=1)) for n in range(20))
+    )
     await worker.stop()
     by_offset = [ref.id for ref in sorted(refs, key=lambda ref: ref.metadata["spool"][1])]
     assert [group.id for group in read_groups(tmp_path / "run" / "worker-0.000.spool")] == by_offset
@@ -172,7 +175,9 @@ async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: 
     stored: list[Group] = []
     worker = make_worker(tmp_path / "run", Sums(), stored)
     worker.connect([sessions], api_key="secret")
-    ref = await worker.evaluate_group(Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0))
+    ref = await worker.evaluate_group(
+        GroupRequest(prompt=Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0))
+    )
     assert (ref.handle, dict(ref.metadata), stored) == (None, {}, [])
     assert list(read_groups(tmp_path / "run" / "worker-0.000.spool")) == []
     await worker.stop()
@@ -186,7 +191,7 @@ async def test_conversations_of_an_evaluation_are_kept_in_its_folder(
 
     async def evaluate(group_id: str, step: int) -> None:
         folder = tmp_path / "eval" / f"step-{step}"
-        await worker.evaluate_group(Prompt(id="p"), group_id=group_id, group_size=1, folder=folder)
+        await worker.evaluate_group(GroupRequest(prompt=Prompt(id="p"), group_id=group_id, group_size=1), folder=folder)
 
     await asyncio.gather(*(evaluate(f"a{i}", 1) for i in range(3)))
     await evaluate("b", 2)
@@ -214,5 +219,5 @@ async def test_a_group_that_cannot_be_spooled_is_an_error_and_not_lost_quietly(
 
     monkeypatch.setattr(worker._spool, "append", full)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(SpoolError, match="Cannot spool group g0"):
-        await worker.run_group(Prompt(id="p"), group_id="g0", group_size=1)
+        await worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=1))
     await worker.stop()

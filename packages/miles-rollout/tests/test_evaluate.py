@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_rollout import EvalResult, LeastBusy, PromptError, PromptScore, RunGroup, Worker, evaluate
+from miles_rollout import EvalResult, GroupRequest, LeastBusy, PromptError, PromptScore, RunGroup, Worker, evaluate
 from miles_tito import Ctx, EpisodeResult, GroupRef, Outcome, Policy, Prompt, Sampling
 from scripted_rollout import ScriptedEnv, ScriptedSessions, graded, make_prompts, make_ref, run_virtual
 
@@ -142,20 +142,18 @@ def test_groups_go_to_the_least_busy_worker() -> None:
         ran: list[int] = []
 
         def remote(index: int) -> RunGroup:
-            async def run_group(
-                prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-            ) -> GroupRef:
+            async def run_group(request: GroupRequest) -> GroupRef:
                 ran.append(index)
                 if index == 0:
                     await asyncio.sleep(10)
-                return make_ref(group_id)
+                return make_ref(request.group_id)
 
             return run_group
 
         spread = LeastBusy([remote(0), remote(1)])
         async with asyncio.TaskGroup() as tasks:
             for i in range(4):
-                tasks.create_task(spread(Prompt(id="p"), group_id=f"g{i}", group_size=2))
+                tasks.create_task(spread(GroupRequest(prompt=Prompt(id="p"), group_id=f"g{i}", group_size=2)))
                 await asyncio.sleep(1)
         assert ran == [0, 1, 1, 1]
         with pytest.raises(ValueError, match="at least one worker"):

@@ -18,11 +18,12 @@ from miles_rollout import (
     Fate,
     FateEvent,
     GroupBuffer,
+    GroupRequest,
     PromptStream,
     RolloutConfig,
     produce,
 )
-from miles_tito import GroupRef, Prompt, Sampling
+from miles_tito import GroupRef
 from scripted_rollout import make_config, make_prompts, make_ref, run_virtual
 
 STEPS = 6
@@ -79,11 +80,9 @@ class Run:
         assert counts.twice == 0
         assert self.buffer.credits_used <= (self.config.max_staleness + 1) * self.config.groups_per_step
 
-    async def run_group(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
+    async def run_group(self, request: GroupRequest) -> GroupRef:
         self.check()
-        number = int(group_id[1:])
+        number = int(request.group_id[1:])
         seconds = self.script.group_s[number % len(self.script.group_s)]
         lag = self.script.lags[number % len(self.script.lags)]
         first = self.engine_version
@@ -92,7 +91,7 @@ class Run:
         await asyncio.sleep(seconds * (1 - lag))
         self.check()
         rewards = self.script.rewards[number % len(self.script.rewards)]
-        return make_ref(group_id, rewards, prompt_id=prompt.id, versions=[first, last, last])
+        return make_ref(request.group_id, rewards, prompt_id=request.prompt.id, versions=[first, last, last])
 
     async def train(self, steps: int) -> None:
         for step in range(steps):

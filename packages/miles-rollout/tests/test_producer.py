@@ -17,6 +17,7 @@ from miles_rollout import (
     FateEvent,
     Gate,
     GroupBuffer,
+    GroupRequest,
     PromptStream,
     Resume,
     ResumedGroup,
@@ -24,7 +25,7 @@ from miles_rollout import (
     Worker,
     produce,
 )
-from miles_tito import Ctx, EpisodeResult, GroupRef, Policy, Prompt, Sampling
+from miles_tito import Ctx, EpisodeResult, GroupRef, Policy, Prompt
 from scripted_rollout import (
     ScriptedEnv,
     ScriptedSessions,
@@ -50,11 +51,10 @@ class ScriptedRuns:
         self._seconds = seconds
         self._ref_fields = ref_fields
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
+    async def __call__(self, request: GroupRequest) -> GroupRef:
+        prompt, group_id = request.prompt, request.group_id
         self.started.append((now(), group_id, prompt.id))
-        self.attempts[group_id] = attempt
+        self.attempts[group_id] = request.attempt
         self.running += 1
         version = self._buffer.version
         try:
@@ -181,13 +181,11 @@ def test_the_prompt_of_a_stale_group_comes_before_new_prompts() -> None:
 @pytest.mark.parametrize("where", ["run_group", "spool", "prompts"])
 def test_a_broken_contract_ends_the_run_on_both_sides_with_its_error(where: str) -> None:
     async def main() -> None:
-        async def run_group(
-            prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-        ) -> GroupRef:
-            await asyncio.sleep(1 if group_id == "g000000" else 100)
+        async def run_group(request: GroupRequest) -> GroupRef:
+            await asyncio.sleep(1 if request.group_id == "g000000" else 100)
             if where == "run_group":
                 raise ConnectionResetError("the worker is gone")
-            return make_ref(group_id, prompt_id=prompt.id)
+            return make_ref(request.group_id, prompt_id=request.prompt.id)
 
         async def spool(ref: GroupRef) -> None:
             if where == "spool":
@@ -465,9 +463,7 @@ def test_no_group_is_issued_behind_one_that_broke() -> None:
     async def main() -> None:
         buffer = GroupBuffer(make_config(groups_per_step=2, max_staleness=0), observer=events.append)
 
-        async def run_group(
-            prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-        ) -> GroupRef:
+        async def run_group(request: GroupRequest) -> GroupRef:
             await asyncio.sleep(1)
             raise OSError("no space left")
 

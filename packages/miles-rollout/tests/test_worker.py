@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from miles_rollout import RolloutConfigError, Worker
+from miles_rollout import GroupRequest, RolloutConfigError, Worker
 from miles_tito import Ctx, EngineError, EpisodeResult, FinishReason, Outcome, Policy, Prompt, Sampling, VersionSpan
 from scripted_rollout import (
     ScriptedEnv,
@@ -45,7 +45,9 @@ async def answer(prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
 def test_a_group_runs_its_episodes_at_once_and_keeps_their_order() -> None:
     async def main() -> None:
         sessions = ScriptedSessions()
-        group = await make_worker(ScriptedEnv(answer), sessions).run_group(PROMPT, group_id="g1", group_size=4)
+        group = await make_worker(ScriptedEnv(answer), sessions).run_group(
+            GroupRequest(prompt=PROMPT, group_id="g1", group_size=4)
+        )
         assert now() == 4
         assert [e.id for e in group.episodes] == ["g1/0", "g1/1", "g1/2", "g1/3"]
         assert [e.reward for e in group.episodes] == [0, 1, 2, 3]
@@ -77,8 +79,8 @@ def test_a_permit_is_free_the_moment_its_episode_ends_not_its_group() -> None:
         env = ScriptedEnv(play)
         worker = make_worker(env, ScriptedSessions(), permits=2, episode_timeout_s=1000)
         async with asyncio.TaskGroup() as groups:
-            groups.create_task(worker.run_group(PROMPT, group_id="a", group_size=2))
-            groups.create_task(worker.run_group(PROMPT, group_id="b", group_size=2))
+            groups.create_task(worker.run_group(GroupRequest(prompt=PROMPT, group_id="a", group_size=2)))
+            groups.create_task(worker.run_group(GroupRequest(prompt=PROMPT, group_id="b", group_size=2)))
         assert started == {"a/0": 0, "a/1": 0, "b/0": 1, "b/1": 2}, "group b runs beside the straggler of a"
         assert env.most_running == 2
 
@@ -91,7 +93,7 @@ def test_hundreds_of_episodes_run_at_once_and_never_more_than_the_permits() -> N
         worker = make_worker(env, sessions, permits=300, episode_timeout_s=1000)
         async with asyncio.TaskGroup() as groups:
             for i in range(100):
-                groups.create_task(worker.run_group(PROMPT, group_id=f"g{i}", group_size=8))
+                groups.create_task(worker.run_group(GroupRequest(prompt=PROMPT, group_id=f"g{i}", group_size=8)))
         assert env.most_running == 300
         assert len(sessions.closed) == 800
 
@@ -106,7 +108,7 @@ def test_the_time_spent_waiting_for_a_permit_does_not_count_against_the_deadline
             return graded()
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions(), permits=1)
-        group = await worker.run_group(PROMPT, group_id="g", group_size=3)
+        group = await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=3))
         assert [(e.outcome, e.seconds) for e in group.episodes] == [(Outcome.GRADED, 50)] * 3
         assert now() == 150
 
@@ -127,7 +129,9 @@ def test_an_environment_that_ignores_its_deadline_is_cancelled_after_the_grace()
             return graded()
 
         sessions = ScriptedSessions()
-        group = await make_worker(ScriptedEnv(play), sessions).run_group(PROMPT, group_id="g", group_size=1)
+        group = await make_worker(ScriptedEnv(play), sessions).run_group(
+            GroupRequest(prompt=PROMPT, group_id="g", group_size=1)
+        )
         assert cancelled_at == [65]
         (episode,) = group.episodes
         assert (episode.outcome, episode.reward, episode.trajectories) == (Outcome.INFRA_ABORT, None, ())
@@ -146,7 +150,9 @@ def test_an_environment_may_end_by_itself_at_its_deadline_and_be_graded() -> Non
             assert ctx.cancelled.is_set()
             return EpisodeResult(outcome=Outcome.POLICY_LIMIT, reward=0.25)
 
-        group = await make_worker(ScriptedEnv(play), ScriptedSessions()).run_group(PROMPT, group_id="g", group_size=1)
+        group = await make_worker(ScriptedEnv(play), ScriptedSessions()).run_group(
+            GroupRequest(prompt=PROMPT, group_id="g", group_size=1)
+        )
         assert [(e.outcome, e.reward) for e in group.episodes] == [(Outcome.POLICY_LIMIT, 0.25)]
 
     run_virtual(main())
@@ -165,7 +171,7 @@ def test_an_environment_that_swallows_its_cancellation_is_left_behind_and_its_pe
             return graded()
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions(), permits=1)
-        group = await worker.run_group(PROMPT, group_id="g", group_size=2)
+        group = await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=2))
         assert [e.outcome for e in group.episodes] == [Outcome.INFRA_ABORT] * 2
         assert worker.metrics()["worker/abandoned"] == 2
         released.set()
@@ -192,7 +198,9 @@ def test_an_exception_of_the_environment_is_a_failed_episode_and_never_a_reward_
             return graded()
 
         sessions = ScriptedSessions()
-        group = await make_worker(ScriptedEnv(play), sessions).run_group(PROMPT, group_id="g", group_size=3)
+        group = await make_worker(ScriptedEnv(play), sessions).run_group(
+            GroupRequest(prompt=PROMPT, group_id="g", group_size=3)
+        )
         assert [e.reward for e in group.episodes] == [1, None, 1]
         failed = group.episodes[1]
         assert (failed.outcome, failed.error, failed.trajectories) == (Outcome.INFRA_ABORT, text, ())
@@ -208,7 +216,7 @@ def test_r05_a_reward_error_that_the_environment_reports_is_kept_and_not_repeate
 
         sessions = ScriptedSessions()
         worker = make_worker(ScriptedEnv(play), sessions, retries=3)
-        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        (episode,) = (await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=1))).episodes
         assert (episode.outcome, episode.reward) == (Outcome.VERIFIER_INVALID, None)
         assert list(sessions.opened) == ["g-0.0"], "the same verifier would say the same again"
 
@@ -221,7 +229,7 @@ def test_an_environment_that_returns_something_else_is_told_what_to_return() -> 
             return 1.0  # pyright: ignore[reportReturnType]
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions())
-        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        (episode,) = (await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=1))).episodes
         assert episode.error == "TypeError: env.run returned float; it must return an EpisodeResult"
 
     run_virtual(main())
@@ -236,7 +244,9 @@ def test_infrastructure_failures_are_retried_as_attempts_of_the_same_episode() -
 
         sessions = ScriptedSessions()
         worker = make_worker(ScriptedEnv(play), sessions, retries=2)
-        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1, attempt=3)).episodes
+        (episode,) = (
+            await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=1, attempt=3))
+        ).episodes
         assert (episode.id, episode.attempt, episode.reward) == ("g/0", 5, 1)
         assert sessions.closed == ["g-0.3", "g-0.4", "g-0.5"]
         assert worker.metrics()["worker/retried"] == 2
@@ -262,8 +272,8 @@ def test_attempts_wait_longer_each_time_and_hold_no_permit_meanwhile() -> None:
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions(), permits=1, retries=8, backoff_s=2.0)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(worker.run_group(Prompt(id="broken"), group_id="a", group_size=1))
-            tasks.create_task(worker.run_group(Prompt(id="sound"), group_id="b", group_size=1))
+            tasks.create_task(worker.run_group(GroupRequest(prompt=Prompt(id="broken"), group_id="a", group_size=1)))
+            tasks.create_task(worker.run_group(GroupRequest(prompt=Prompt(id="sound"), group_id="b", group_size=1)))
         assert began["sound"] == [0.0], "it ran while the other one waited"
         waits = [later - earlier for earlier, later in pairwise(began["broken"])]
         for wait, expected in zip(waits, [2, 4, 8, 16, 32, 60, 60, 60], strict=True):
@@ -282,7 +292,7 @@ def test_t01_tokens_from_before_a_weight_update_are_trained_or_only_read(partial
         spans = (VersionSpan(start=1, end=4, version=3), VersionSpan(start=4, end=8, version=4))
         sessions.recorded = lambda session_id, version: (replace(trajectory(session_id, length=8), versions=spans),)
         worker = make_worker(ScriptedEnv(play), sessions, partial=partial)
-        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        (episode,) = (await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=1))).episodes
         (recorded,) = episode.trajectories
         assert "".join(str(int(trained)) for trained in recorded.loss_mask) == mask
         assert episode.oldest_version == oldest
@@ -299,7 +309,7 @@ def test_the_last_failure_stands_when_every_attempt_failed() -> None:
             raise ConnectionError(f"try {ctx.attempt}")
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions(), retries=2)
-        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        (episode,) = (await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=1))).episodes
         assert (episode.attempt, episode.error) == (2, "ConnectionError: try 2")
 
     run_virtual(main())
@@ -309,7 +319,9 @@ def test_a_session_that_cannot_be_opened_fails_one_episode_and_is_closed() -> No
     async def main() -> None:
         sessions = ScriptedSessions()
         sessions.refuse_open = lambda session_id: EngineError("503") if session_id == "g-0.0" else None
-        group = await make_worker(ScriptedEnv(answer), sessions).run_group(PROMPT, group_id="g", group_size=2)
+        group = await make_worker(ScriptedEnv(answer), sessions).run_group(
+            GroupRequest(prompt=PROMPT, group_id="g", group_size=2)
+        )
         assert [e.error for e in group.episodes] == ["EngineError: 503", None]
         assert sorted(sessions.closed) == ["g-0.0", "g-1.0"]
 
@@ -324,7 +336,7 @@ def test_a_session_server_that_never_answers_costs_one_timeout_and_not_the_run()
 
     async def main() -> None:
         worker = make_worker(ScriptedEnv(answer), Silent())
-        (episode,) = (await worker.run_group(PROMPT, group_id="g", group_size=1)).episodes
+        (episode,) = (await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=1))).episodes
         assert episode.error == "TimeoutError: the session was not opened within 60 s"
         assert now() == 60
 
@@ -336,7 +348,9 @@ def test_a_session_that_cannot_be_closed_does_not_lose_the_episode(caplog: pytes
         sessions = ScriptedSessions()
         sessions.refuse_close = lambda session_id: EngineError("404")
         (episode,) = (
-            await make_worker(ScriptedEnv(answer), sessions).run_group(PROMPT, group_id="g", group_size=1)
+            await make_worker(ScriptedEnv(answer), sessions).run_group(
+                GroupRequest(prompt=PROMPT, group_id="g", group_size=1)
+            )
         ).episodes
         assert episode.outcome is Outcome.GRADED
 
@@ -352,7 +366,9 @@ def test_aborted_trajectories_are_left_out() -> None:
             trajectory("cut", finish=FinishReason.ABORT),
         )
         (episode,) = (
-            await make_worker(ScriptedEnv(answer), sessions).run_group(PROMPT, group_id="g", group_size=1)
+            await make_worker(ScriptedEnv(answer), sessions).run_group(
+                GroupRequest(prompt=PROMPT, group_id="g", group_size=1)
+            )
         ).episodes
         assert [t.id for t in episode.trajectories] == ["whole"]
 
@@ -372,7 +388,9 @@ def test_a_reward_without_a_sampled_token_is_a_failure_that_says_why(recorded: A
         sessions = ScriptedSessions()
         sessions.recorded = lambda session_id, version: recorded
         (episode,) = (
-            await make_worker(ScriptedEnv(answer), sessions).run_group(PROMPT, group_id="g", group_size=1)
+            await make_worker(ScriptedEnv(answer), sessions).run_group(
+                GroupRequest(prompt=PROMPT, group_id="g", group_size=1)
+            )
         ).episodes
         assert (episode.outcome, episode.reward) == (Outcome.INFRA_ABORT, None)
         assert episode.error is not None
@@ -392,7 +410,7 @@ def test_cancelling_a_group_cancels_its_environments_and_closes_its_sessions() -
 
         env, sessions = ScriptedEnv(play), ScriptedSessions()
         worker = make_worker(env, sessions, permits=2)
-        running = asyncio.create_task(worker.run_group(PROMPT, group_id="g", group_size=4))
+        running = asyncio.create_task(worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=4)))
         await asyncio.sleep(1)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -418,7 +436,7 @@ def test_cancellation_does_not_wait_for_environments_that_ignore_it() -> None:
 
         sessions = ScriptedSessions()
         worker = make_worker(ScriptedEnv(play), sessions)
-        running = asyncio.create_task(worker.run_group(PROMPT, group_id="g", group_size=2))
+        running = asyncio.create_task(worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=2)))
         await asyncio.sleep(1)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -433,8 +451,10 @@ def test_t09_sessions_are_opened_with_the_sampling_of_training_unless_a_group_as
     async def main() -> None:
         sessions = ScriptedSessions()
         worker = make_worker(ScriptedEnv(answer), sessions, sampling=Sampling(temperature=0.6))
-        await worker.run_group(PROMPT, group_id="train", group_size=1)
-        await worker.run_group(PROMPT, group_id="eval", group_size=1, sampling=Sampling(temperature=0.0))
+        await worker.run_group(GroupRequest(prompt=PROMPT, group_id="train", group_size=1))
+        await worker.run_group(
+            GroupRequest(prompt=PROMPT, group_id="eval", group_size=1, sampling=Sampling(temperature=0.0))
+        )
         assert {name: s.temperature for name, s in sessions.samplings.items()} == {"train-0.0": 0.6, "eval-0.0": 0.0}
 
     run_virtual(main())
@@ -444,9 +464,9 @@ def test_a_group_id_that_cannot_stand_in_a_url_is_refused() -> None:
     async def main() -> None:
         worker = make_worker(ScriptedEnv(answer), ScriptedSessions())
         with pytest.raises(ValueError, match="Group id 'a/b' must be made of"):
-            await worker.run_group(PROMPT, group_id="a/b", group_size=1)
+            await worker.run_group(GroupRequest(prompt=PROMPT, group_id="a/b", group_size=1))
         with pytest.raises(ValueError, match="`group_size` is 0"):
-            await worker.run_group(PROMPT, group_id="a", group_size=0)
+            await worker.run_group(GroupRequest(prompt=PROMPT, group_id="a", group_size=0))
 
     run_virtual(main())
 
@@ -456,7 +476,7 @@ def test_workers_share_the_permits_of_the_configuration() -> None:
         env = ScriptedEnv(answer)
         config = make_config(max_concurrent_episodes=7, episode_timeout_s=1000.0)
         worker = Worker.from_config(config, env=env, sessions=ScriptedSessions(), run_id="r", num_workers=2)
-        await worker.run_group(PROMPT, group_id="g", group_size=10)
+        await worker.run_group(GroupRequest(prompt=PROMPT, group_id="g", group_size=10))
         assert env.most_running == 3
         with pytest.raises(RolloutConfigError, match="8 workers cannot share 7 permits"):
             Worker.from_config(config, env=env, sessions=ScriptedSessions(), run_id="r", num_workers=8)
@@ -480,7 +500,7 @@ def test_an_episode_that_spent_its_time_without_engines_has_failed_and_is_repeat
             return graded()
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions(), episode_timeout_s=60, retries=1)
-        running = asyncio.create_task(worker.run_group(Prompt(id="p"), group_id="g", group_size=1))
+        running = asyncio.create_task(worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id="g", group_size=1)))
         if held is not None:
             await asyncio.sleep(held[0])
             worker.hold(True)
@@ -506,7 +526,7 @@ def test_episodes_start_only_while_an_engine_serves() -> None:
 
         worker = make_worker(ScriptedEnv(play), ScriptedSessions(), episode_timeout_s=60)
         worker.hold(True)
-        running = asyncio.create_task(worker.run_group(Prompt(id="p"), group_id="g", group_size=2))
+        running = asyncio.create_task(worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id="g", group_size=2)))
         await asyncio.sleep(500)
         worker.hold(False)
         await running

@@ -18,6 +18,7 @@ from miles_core.config import Config
 from miles_core.durable.rundir import RunDir
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.config import RolloutConfig
+from miles_rollout.dispatch import GroupRequest
 from miles_rollout.fates import Fate
 from miles_tito.records import Prompt
 from ray.exceptions import RayActorError
@@ -50,12 +51,13 @@ class Actor:
         self.calls.append((name, args))
         if name != "run_group":
             return None
-        if args[1] in self._deadly:
+        (request,) = args
+        if request.group_id in self._deadly:
             self._died.set()
         if self._deadly:
             await self._died.wait()
             raise RayActorError
-        return f"group {args[1]} attempt {args[3]}"
+        return f"group {request.group_id} attempt {request.attempt}"
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def run(cluster: Any, group_id: str) -> asyncio.Task[Any]:
-    call = cluster.workers.run_group(Prompt(id="p"), group_id=group_id, group_size=2)
+    call = cluster.workers.run_group(GroupRequest(prompt=Prompt(id="p"), group_id=group_id, group_size=2))
     return asyncio.ensure_future(call)
 
 
@@ -122,13 +124,14 @@ async def test_groups_that_ran_beside_the_one_that_kills_do_not_fail_for_it(clus
     async def call(actor: Actor, name: str, args: tuple[Any, ...]) -> Any:
         if name != "run_group":
             return None
-        if args[1] in cluster.deadly:
+        (request,) = args
+        if request.group_id in cluster.deadly:
             actor._died.set()
         for _ in range(20):  # long enough for the others to be under way
             await asyncio.sleep(0)
             if actor._died.is_set():
                 raise RayActorError
-        return f"group {args[1]}"
+        return f"group {request.group_id}"
 
     monkeypatch.setattr(Actor, "call", call)
     cluster.deadly.add("g2")

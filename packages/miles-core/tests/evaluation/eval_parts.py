@@ -11,6 +11,7 @@ from core_records import make_group
 from miles_core.evaluation.config import DatasetConfig
 from miles_core.evaluation.points import EvalLog
 from miles_core.evaluation.scoring import Conversations, Scorer
+from miles_rollout.dispatch import GroupRequest
 from miles_tito.records import Prompt, Sampling
 from miles_tito.records.summary import GroupRef, summarize
 
@@ -65,19 +66,17 @@ class ScriptedEngines:
             folder.mkdir(parents=True, exist_ok=True)
         return self
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
-        self.groups.append(group_id)
-        self.samplings.append(sampling)
+    async def __call__(self, request: GroupRequest) -> GroupRef:
+        self.groups.append(request.group_id)
+        self.samplings.append(request.sampling)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             await asyncio.sleep(self.seconds)
             if self.broken is not None:
                 raise self.broken
-            rewards = self.play(prompt.id)[:group_size]
-            return summarize(make_group(group_id, [[4]] * len(rewards), rewards, version=self.version))
+            rewards = self.play(request.prompt.id)[: request.group_size]
+            return summarize(make_group(request.group_id, [[4]] * len(rewards), rewards, version=self.version))
         finally:
             self.running -= 1
 

@@ -8,6 +8,7 @@ import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
 from miles_core.evaluation.config import DatasetConfig
 from miles_core.evaluation.shared import InFlight, SharedEvaluator
+from miles_rollout.dispatch import GroupRequest
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt, Sampling
 from scripted_rollout import now, run_virtual
@@ -34,9 +35,9 @@ def test_submissions_pause_and_groups_in_flight_finish_before_the_evaluation(tmp
 
         async def submit():
             await gate.wait_open()
-            await in_flight(Prompt(id="p"), group_id="g1", group_size=2)
+            await in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g1", group_size=2))
 
-        running = asyncio.create_task(in_flight(Prompt(id="p"), group_id="g0", group_size=2))
+        running = asyncio.create_task(in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2)))
         evaluation = asyncio.create_task(evaluator.begin(0))
         await asyncio.sleep(1)
         submitted = asyncio.create_task(submit())
@@ -56,7 +57,9 @@ def test_a_group_that_just_passed_the_gate_is_in_flight_too(tmp_path):
         engines, training = ScriptedEngines(), ScriptedEngines()
         in_flight = InFlight(training)
         evaluator = make_shared(tmp_path, engines, Told(), in_flight=in_flight)
-        group = asyncio.create_task(in_flight(Prompt(id="p"), group_id="g0", group_size=2))  # has not begun
+        group = asyncio.create_task(
+            in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2))
+        )  # has not begun
         await evaluator.begin(0)
         assert group.done()
         assert now() == 2.0
@@ -103,7 +106,7 @@ def test_a_failure_of_any_kind_is_a_skipped_point_with_its_reason(tmp_path, brea
         training = ScriptedEngines()
         training.seconds = 1e6 if breaks == "in_flight" else 1.0
         in_flight = InFlight(training)
-        group = asyncio.create_task(in_flight(Prompt(id="p"), group_id="g0", group_size=2))
+        group = asyncio.create_task(in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2)))
         if breaks == "groups":
             engines.broken = ConnectionError("the session server is gone")
         elif breaks == "slow":

@@ -17,7 +17,7 @@ from .advantages import (
 )
 from .buffer import GroupBuffer
 from .config import RolloutConfig
-from .dispatch import LeastBusy, RunGroup
+from .dispatch import GroupRequest, LeastBusy, RunGroup
 from .errors import (
     AdvantageError,
     BufferClosedError,
@@ -72,6 +72,7 @@ __all__ = [
     "Filter",
     "Gate",
     "GroupBuffer",
+    "GroupRequest",
     "LeastBusy",
     "Observer",
     "Plugin",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from miles_tito import UNKNOWN_VERSION, GroupRef, Prompt, Sampling
 
-from .dispatch import RunGroup
+from .dispatch import GroupRequest, RunGroup
 from .errors import PromptError
 from .guards import first_line
 from .intervals import Interval, mean, mean_interval, share_interval, standard_error
@@ -164,7 +164,11 @@ async def evaluate(
     async with asyncio.TaskGroup() as running:
         tasks = [
             running.create_task(
-                run_group(prompt, group_id=f"{name}-{tag}-{i}", group_size=samples_per_prompt, sampling=sampling)
+                run_group(
+                    GroupRequest(
+                        prompt=prompt, group_id=f"{name}-{tag}-{i}", group_size=samples_per_prompt, sampling=sampling
+                    )
+                )
             )
             for i, prompt in enumerate(prompts)
         ]

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
-from miles_tito import GroupRef, Prompt
+from miles_tito import GroupRef
 
 from .buffer import GroupBuffer
-from .dispatch import RunGroup
+from .dispatch import GroupRequest, RunGroup
 from .errors import PromptsExhausted
 from .fates import Fate
 from .prompts import PromptSource
@@ -76,12 +76,14 @@ async def produce(
     """
     gate = gate or Gate()
     number = resume.next_group if resume else 0
-    run_one = partial(_run_one, group_size=group_size, buffer=buffer, run_group=run_group, spool=spool)
+    run_one = partial(_run_one, buffer=buffer, run_group=run_group, spool=spool)
+    request = partial(GroupRequest, group_size=group_size)
     try:
         async with asyncio.TaskGroup() as running:
             for group in resume.groups if resume else ():
                 if group.ref is not None and not group.is_admitted:
-                    running.create_task(run_one(group.prompt, group.id, ref=group.ref), name=f"group {group.id}")
+                    resumed = request(prompt=group.prompt, group_id=group.id)
+                    running.create_task(run_one(resumed, ref=group.ref), name=f"group {group.id}")
             waiting = deque(group for group in (resume.groups if resume else ()) if group.ref is None)
             while True:
                 await buffer.acquire()
@@ -90,9 +92,8 @@ async def produce(
                     if waiting:
                         group = waiting.popleft()
                         buffer.reissue(group.id)
-                        running.create_task(
-                            run_one(group.prompt, group.id, attempt=group.attempt), name=f"group {group.id}"
-                        )
+                        again = request(prompt=group.prompt, group_id=group.id, attempt=group.attempt)
+                        running.create_task(run_one(again), name=f"group {group.id}")
                         continue
                     retry = buffer.next_retry()
                     prompt = prompts.next() if retry is None else retry.prompt
@@ -106,7 +107,7 @@ async def produce(
                 group_id = f"g{number:06d}"
                 number += 1
                 buffer.issue(group_id, prompt, retry_of=None if retry is None else retry.retry_of, drawn=prompts.drawn)
-                running.create_task(run_one(prompt, group_id), name=f"group {group_id}")
+                running.create_task(run_one(request(prompt=prompt, group_id=group_id)), name=f"group {group_id}")
     except asyncio.CancelledError:
         buffer.finish("the producer was cancelled")
         raise
@@ -119,15 +120,7 @@ async def produce(
 
 
 async def _run_one(
-    prompt: Prompt,
-    group_id: str,
-    *,
-    group_size: int,
-    buffer: GroupBuffer,
-    run_group: RunGroup,
-    spool: Spool | None,
-    attempt: int = 0,
-    ref: GroupRef | None = None,
+    request: GroupRequest, *, buffer: GroupBuffer, run_group: RunGroup, spool: Spool | None, ref: GroupRef | None = None
 ) -> None:
     """One group from its issue to the buffer; however it ends, its fate is recorded.
 
@@ -136,13 +129,13 @@ async def _run_one(
     """
     try:
         if ref is None:
-            ref = await run_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
+            ref = await run_group(request)
             if spool is not None:
                 await spool(ref)
     except asyncio.CancelledError:
-        fate = buffer.fate(group_id)
+        fate = buffer.fate(request.group_id)
         if fate is not None and not fate.is_final:
-            buffer.forfeit(group_id, Fate.ABORTED, "cancelled")
+            buffer.forfeit(request.group_id, Fate.ABORTED, "cancelled")
         raise
     except BaseException as error:
         buffer.close(error)  # at once: the credit of this group is not for another one

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import math
 import random
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,6 +39,7 @@ from miles_tito.records.samples import mask_older_versions
 from miles_tito.shared.settings import SettingError
 
 from .config import RolloutConfig
+from .dispatch import GroupRequest
 
 logger = logging.getLogger(__name__)
 
@@ -145,51 +145,19 @@ class Worker:
             self._held_until = asyncio.get_running_loop().time()
             self._serving.set()
 
-    async def run_group(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str,
-        group_size: int,
-        attempt: int = 0,
-        sampling: Sampling | None = None,
-    ) -> Group:
-        """Run `group_size` episodes of `prompt` at once; never raises for a failed one.
-
-        Args:
-            group_id: letters, digits, `_`, `.`, `-`: it becomes part of session ids in URLs.
-            attempt: number of the first attempt, above those of an earlier issue of the same group.
-            sampling: for this group only, for example greedy for an evaluation.
-        """
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", group_id):
-            raise ValueError(
-                f"Group id {group_id!r} must be made of letters, digits, '_', '.', '-': it goes into URLs."
-            )
-        if group_size < 1:
-            raise ValueError(f"`group_size` is {group_size}; a group has at least one episode.")
+    async def run_group(self, request: GroupRequest) -> Group:
+        """Run the episodes of a group at once; never raises for a failed one."""
         async with asyncio.TaskGroup() as running:
             tasks = [
-                running.create_task(
-                    self._run_episode(prompt, group_id, index, attempt, sampling or self._sampling),
-                    name=f"episode {group_id}/{index}",
-                )
-                for index in range(group_size)
+                running.create_task(self._run_episode(request, index), name=f"episode {request.group_id}/{index}")
+                for index in range(request.group_size)
             ]
-        return Group(id=group_id, prompt_id=prompt.id, episodes=tuple(task.result() for task in tasks))
+        episodes = tuple(task.result() for task in tasks)
+        return Group(id=request.group_id, prompt_id=request.prompt.id, episodes=episodes)
 
-    async def run_group_ref(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str,
-        group_size: int,
-        attempt: int = 0,
-        sampling: Sampling | None = None,
-    ) -> GroupRef:
+    async def run_group_ref(self, request: GroupRequest) -> GroupRef:
         """`run_group` as a producer in the same process wants it: the summary, with the group as its handle."""
-        return summarize(
-            await self.run_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling)
-        )
+        return summarize(await self.run_group(request))
 
     def metrics(self) -> dict[str, float]:
         """Episodes that run now; attempts repeated and environments left behind since the start."""
@@ -199,24 +167,22 @@ class Worker:
             "worker/abandoned": float(len(self._abandoned)),
         }
 
-    async def _run_episode(
-        self, prompt: Prompt, group_id: str, index: int, first_attempt: int, sampling: Sampling
-    ) -> Episode:
+    async def _run_episode(self, request: GroupRequest, index: int) -> Episode:
         """One episode with its retries; each attempt is a session of its own."""
-        last_attempt = first_attempt + self._retries
+        last_attempt = request.attempt + self._retries
         failed: list[FailedAttempt] = []
-        for attempt in range(first_attempt, last_attempt + 1):
-            ctx = Ctx(run_id=self._run_id, episode_id=f"{group_id}/{index}", attempt=attempt)
-            episode = await self._attempt(prompt, group_id, ctx, sampling)
+        for attempt in range(request.attempt, last_attempt + 1):
+            ctx = Ctx(run_id=self._run_id, episode_id=f"{request.group_id}/{index}", attempt=attempt)
+            episode = await self._attempt(request, ctx)
             if episode.outcome is not Outcome.INFRA_ABORT or attempt == last_attempt:
                 return replace(episode, failed_attempts=tuple(failed))
             self._num_retried += 1
             failed.append(_failed(episode))
             logger.warning("episode %s attempt %d failed and is retried: %s", episode.id, attempt, episode.error)
-            await asyncio.sleep(_backoff_s(self._backoff_s, ctx, number=attempt - first_attempt))
+            await asyncio.sleep(_backoff_s(self._backoff_s, ctx, number=attempt - request.attempt))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Episode:
+    async def _attempt(self, request: GroupRequest, ctx: Ctx) -> Episode:
         """One session from open to close, and what came of it."""
         session_id = f"{ctx.episode_id.replace('/', '-')}.{ctx.attempt}"
         clock = asyncio.get_running_loop().time
@@ -229,8 +195,8 @@ class Worker:
                 self._num_running += 1
                 deadline = started + self._episode_timeout_s
                 try:
-                    policy = await self._open(session_id, prompt, group_id, ctx, sampling)
-                    result = await self._run_env(prompt, policy, ctx, deadline=deadline)
+                    policy = await self._open(session_id, request, ctx)
+                    result = await self._run_env(request.prompt, policy, ctx, deadline=deadline)
                 finally:
                     self._num_running -= 1
             if result.outcome is Outcome.POLICY_LIMIT and clock() >= deadline and self._was_held_since(started):
@@ -250,8 +216,8 @@ class Worker:
             await self._close(session_id)
         return Episode(
             id=ctx.episode_id,
-            prompt_id=prompt.id,
-            group_id=group_id,
+            prompt_id=request.prompt.id,
+            group_id=request.group_id,
             outcome=result.outcome,
             attempt=ctx.attempt,
             reward=result.reward,
@@ -265,18 +231,21 @@ class Worker:
     def _was_held_since(self, started: float) -> bool:
         return not self._serving.is_set() or self._held_until > started
 
-    async def _open(self, session_id: str, prompt: Prompt, group_id: str, ctx: Ctx, sampling: Sampling) -> Policy:
+    async def _open(self, session_id: str, request: GroupRequest, ctx: Ctx) -> Policy:
         metadata = {
             "run_id": ctx.run_id,
-            "prompt_id": prompt.id,
-            "group_id": group_id,
+            "prompt_id": request.prompt.id,
+            "group_id": request.group_id,
             "episode_id": ctx.episode_id,
             "attempt": ctx.attempt,
         }
         try:
             async with asyncio.timeout(self._episode_timeout_s):
                 return await self._sessions.open(
-                    session_id, sampling=sampling, metadata=metadata, deadline_s=self._episode_timeout_s
+                    session_id,
+                    sampling=request.sampling or self._sampling,
+                    metadata=metadata,
+                    deadline_s=self._episode_timeout_s,
                 )
         except TimeoutError as error:
             raise TimeoutError(f"the session was not opened within {self._episode_timeout_s:g} s") from error

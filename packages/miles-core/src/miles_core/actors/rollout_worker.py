@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from miles_rollout.config import RolloutConfig
-from miles_rollout.dispatch import FAILED_BECAUSE
+from miles_rollout.dispatch import FAILED_BECAUSE, GroupRequest
 from miles_rollout.worker import Worker
 from miles_tito.client import SessionClient
 from miles_tito.errors import MilesError
-from miles_tito.records import Env, Episode, Group, Outcome, Prompt, Sampling
+from miles_tito.records import Env, Episode, Group, Outcome, Prompt
 from miles_tito.records.summary import GroupRef, summarize
 from miles_tito.shared.plugins import call, load
 
@@ -121,49 +121,28 @@ class RolloutWorker:
             )
         return prompts
 
-    async def run_group(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str,
-        group_size: int,
-        attempt: int = 0,
-        sampling: Sampling | None = None,
-    ) -> GroupRef:
+    async def run_group(self, request: GroupRequest) -> GroupRef:
         """One group for training; durable in the spool before its reference leaves this process."""
         assert self._worker is not None, "connect() comes first"
         assert self._spool is not None, "a worker that only evaluates"
         assert self._trajectories is not None
-        group = await self._worker.run_group(
-            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
-        )
+        group = await self._worker.run_group(request)
         address = await asyncio.get_running_loop().run_in_executor(self._disk, self._spool.append, group)
         return spooled(group, address, self._trajectories, stored=self._store(group))
 
-    async def evaluate_group(
-        self,
-        prompt: Prompt,
-        *,
-        group_id: str,
-        group_size: int,
-        attempt: int = 0,
-        sampling: Sampling | None = None,
-        folder: Path | None = None,
-    ) -> GroupRef:
+    async def evaluate_group(self, request: GroupRequest, *, folder: Path | None = None) -> GroupRef:
         """One group for an evaluation: the summary alone goes back.
 
         Args:
             folder: where its conversations are written, to be read by people; the score does not depend on it.
         """
         assert self._worker is not None, "connect() comes first"
-        group = await self._worker.run_group(
-            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
-        )
+        group = await self._worker.run_group(request)
         if folder is not None:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._disk, self._keep, folder, group)
             except OSError as error:
-                logger.warning("the conversations of %s are not kept: %s", group_id, error)
+                logger.warning("the conversations of %s are not kept: %s", request.group_id, error)
         return replace(summarize(group), handle=None)
 
     def _keep(self, folder: Path, group: Group) -> None:
@@ -190,18 +169,18 @@ class RolloutWorker:
                 self._spool.close()
 
 
-def lost_group(prompt: Prompt, *, group_id: str, group_size: int, attempt: int) -> GroupRef:
+def lost_group(request: GroupRequest) -> GroupRef:
     """What is left of a group whose workers died under it: failed episodes."""
     episodes = tuple(
         Episode(
-            id=f"{group_id}/{index}",
-            prompt_id=prompt.id,
-            group_id=group_id,
+            id=f"{request.group_id}/{index}",
+            prompt_id=request.prompt.id,
+            group_id=request.group_id,
             outcome=Outcome.INFRA_ABORT,
-            attempt=attempt,
+            attempt=request.attempt,
             error=f"{WORKER_LOST}: the process of its worker died, more than once; its log is in Ray's session folder",
         )
-        for index in range(group_size)
+        for index in range(request.group_size)
     )
-    group = Group(id=group_id, prompt_id=prompt.id, episodes=episodes)
+    group = Group(id=request.group_id, prompt_id=request.prompt.id, episodes=episodes)
     return replace(summarize(group), handle=None, metadata={FAILED_BECAUSE: WORKER_LOST})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
-from miles_rollout.dispatch import LeastBusy, RunGroup
+from miles_rollout.dispatch import GroupRequest, LeastBusy, RunGroup
 from miles_rollout.worker import Worker
 from miles_tito.errors import MilesError
-from miles_tito.records import Prompt, Sampling
+from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
 
 from miles_core.actors.rollout_worker import MAX_LOSSES, RolloutWorker, lost_group
@@ -118,37 +119,25 @@ class _Remote:
         self._world = world
         self._spool = spool
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
+    async def __call__(self, request: GroupRequest) -> GroupRef:
         for _ in range(MAX_LOSSES):
             process = self._slot.process
             if self._spool:
-                self._world.record.add("run", start=self._world.start, group=group_id, attempt=attempt)
+                self._world.record.add("run", start=self._world.start, group=request.group_id, attempt=request.attempt)
             if self._world.fault("worker_dies") is not None:
                 process.died.set()
             try:
-                return await self._ask(process, prompt, group_id, group_size, attempt, sampling)
+                return await self._ask(process, request)
             except WorkerDied:
                 await self._slot.replace(process)
-                attempt += self._slot.retries + 1
-        return lost_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
+                request = replace(request, attempt=request.attempt + self._slot.retries + 1)
+        return lost_group(request)
 
-    async def _ask(
-        self,
-        process: _Process,
-        prompt: Prompt,
-        group_id: str,
-        group_size: int,
-        attempt: int,
-        sampling: Sampling | None,
-    ) -> GroupRef:
+    async def _ask(self, process: _Process, request: GroupRequest) -> GroupRef:
         """The group, unless the worker dies under it: then nothing of it goes on."""
         worker = process.worker
         run = worker.run_group if self._spool else worker.evaluate_group
-        running = asyncio.ensure_future(
-            run(prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling)
-        )
+        running = asyncio.ensure_future(run(request))
         died = asyncio.ensure_future(process.died.wait())
         try:
             await asyncio.wait([running, died], return_when=asyncio.FIRST_COMPLETED)

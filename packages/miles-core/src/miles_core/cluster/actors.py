@@ -11,9 +11,10 @@ from typing import Any
 import ray
 from miles_quant.recipe.recipe import Recipe
 from miles_rollout.config import RolloutConfig
+from miles_rollout.dispatch import GroupRequest
 from miles_rollout.engines import AttachedServer, EngineConfig, EngineServer
 from miles_rollout.engines.router import Router
-from miles_tito.records import Prompt, Sampling
+from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
@@ -205,25 +206,11 @@ class WorkerActor:
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         return self._opened().prompts(split, limit)
 
-    async def run_group(
-        self, prompt: Prompt, group_id: str, group_size: int, attempt: int, sampling: Sampling | None
-    ) -> GroupRef:
-        return await self._opened().run_group(
-            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
-        )
+    async def run_group(self, request: GroupRequest) -> GroupRef:
+        return await self._opened().run_group(request)
 
-    async def evaluate_group(
-        self,
-        prompt: Prompt,
-        group_id: str,
-        group_size: int,
-        attempt: int,
-        sampling: Sampling | None,
-        folder: Path | None,
-    ) -> GroupRef:
-        return await self._opened().evaluate_group(
-            prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling, folder=folder
-        )
+    async def evaluate_group(self, request: GroupRequest, folder: Path | None) -> GroupRef:
+        return await self._opened().evaluate_group(request, folder=folder)
 
     async def stop(self) -> None:
         if self._worker is not None:
@@ -246,6 +233,6 @@ class SupervisedActor:
         self._source.skip(skip)
         return self._source.fingerprint()
 
-    def run_group(self, prompt: Prompt, group_id: str, group_size: int) -> GroupRef:
+    def run_group(self, request: GroupRequest) -> GroupRef:
         assert self._source is not None, "open() comes first"
-        return self._source.group(prompt, group_id=group_id, group_size=group_size)
+        return self._source.group(request)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from miles_rollout.dispatch import LeastBusy, RunGroup
-from miles_tito.records import Prompt, Sampling
+from miles_rollout.dispatch import GroupRequest, LeastBusy, RunGroup
+from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
 from ray.exceptions import RayActorError
 
@@ -146,18 +147,17 @@ class _RemoteWorker:
         self._method = method
         self._more = more
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
+    async def __call__(self, request: GroupRequest) -> GroupRef:
         for losses in range(MAX_LOSSES):
             async with self._slot.alone if losses == MAX_LOSSES - 1 else nullcontext():
                 actor = self._slot.actor
                 try:
-                    return await self._ask(actor, prompt, group_id, group_size, attempt, sampling, *self._more)
+                    return await self._ask(actor, request, *self._more)
                 except RayActorError:
                     await self._slot.replace(actor)
-                    attempt += self._slot.retries + 1  # above all that the dead worker may have made
-        return lost_group(prompt, group_id=group_id, group_size=group_size, attempt=attempt)
+                    attempt = request.attempt + self._slot.retries + 1  # above all that the dead worker may have made
+                    request = replace(request, attempt=attempt)
+        return lost_group(request)
 
     async def _ask(self, actor: Any, *args: Any) -> GroupRef:
         ref = getattr(actor, self._method).remote(*args)

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from miles_rollout.dispatch import RunGroup
+from miles_rollout.dispatch import GroupRequest, RunGroup
 from miles_rollout.producer import Gate
-from miles_tito.records import Prompt, Sampling
 from miles_tito.records.summary import GroupRef
 
 from .failures import why
@@ -29,15 +28,11 @@ class InFlight:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
+    async def __call__(self, request: GroupRequest) -> GroupRef:
         self._running += 1
         self._idle.clear()
         try:
-            return await self._run_group(
-                prompt, group_id=group_id, group_size=group_size, attempt=attempt, sampling=sampling
-            )
+            return await self._run_group(request)
         finally:
             self._running -= 1
             if not self._running:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles_rollout.dispatch import GroupRequest
 from miles_tito.errors import MilesError
 from miles_tito.records import Episode, Group, Message, Outcome, Prompt, Trajectory
 from miles_tito.records.summary import GroupRef, summarize
@@ -73,20 +74,20 @@ class SupervisedSource:
         for _ in range(count):
             self._next()
 
-    def group(self, prompt: Prompt, *, group_id: str, group_size: int) -> GroupRef:
+    def group(self, request: GroupRequest) -> GroupRef:
         """The next `group_size` conversations."""
         episodes = tuple(
             Episode(
-                id=f"{group_id}/{index}",
-                prompt_id=prompt.id,
-                group_id=group_id,
+                id=f"{request.group_id}/{index}",
+                prompt_id=request.prompt.id,
+                group_id=request.group_id,
                 outcome=Outcome.GRADED,
                 reward=1.0,
                 trajectories=(self._next(),),
             )
-            for index in range(group_size)
+            for index in range(request.group_size)
         )
-        group = Group(id=group_id, prompt_id=prompt.id, episodes=episodes)
+        group = Group(id=request.group_id, prompt_id=request.prompt.id, episodes=episodes)
         return summarize(group, handle=self._store(group))
 
     def _next(self) -> Trajectory:

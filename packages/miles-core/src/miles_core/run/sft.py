@@ -13,9 +13,10 @@ from typing import Any
 
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.config import RolloutConfig
+from miles_rollout.dispatch import GroupRequest
 from miles_rollout.producer import produce
 from miles_rollout.prompts import PromptStream
-from miles_tito.records import Prompt, Sampling
+from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
 from miles_train.config import LossConfig, TrainConfig
 
@@ -186,7 +187,5 @@ class _Draw:
     def __init__(self, source: Any) -> None:
         self._source = source
 
-    async def __call__(
-        self, prompt: Prompt, *, group_id: str, group_size: int, attempt: int = 0, sampling: Sampling | None = None
-    ) -> GroupRef:
-        return await self._source.run_group.remote(prompt, group_id, group_size)
+    async def __call__(self, request: GroupRequest) -> GroupRef:
+        return await self._source.run_group.remote(request)
