@@ -63,16 +63,7 @@ def quantize_shards(
         QuantError: a box cuts a block (the nearest aligned box is named), a weight holds NaN or Inf, or a tensor is
             cut and there is no `reduce_max`.
     """
-    amaxes = _amaxes(shards, recipe, reduce_max)
-
-    def packed() -> Iterator[PackedShard]:
-        for shard, quantized in _each(shards, recipe, amaxes):
-            if quantized is None:
-                yield _as_it_is(shard)
-            else:
-                yield from _pack(shard, quantized, recipe.spec)
-
-    return packed()
+    return _each(shards, recipe, reduce_max, _pack)
 
 
 def round_shards(
@@ -80,17 +71,7 @@ def round_shards(
 ) -> Iterator[PackedShard]:
     """The same shards with the values that the packed ones stand for, in their own type: for engines that hold plain
     weights. Arguments and errors are those of `quantize_shards`."""
-    amaxes = _amaxes(shards, recipe, reduce_max)
-
-    def rounded() -> Iterator[PackedShard]:
-        for shard, quantized in _each(shards, recipe, amaxes):
-            plain = _as_it_is(shard)
-            if quantized is None:
-                yield plain
-            else:
-                yield plain._replace(tensor=recipe.spec.dequantize(quantized, dtype=shard.tensor.dtype))
-
-    return rounded()
+    return _each(shards, recipe, reduce_max, _round)
 
 
 def largest_over_ranks(local: dict[str, float]) -> dict[str, float]:
@@ -117,22 +98,33 @@ def check_boxes(shards: Iterable[ShardLike], recipe: Recipe) -> None:
 
 
 def _each(
-    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, amaxes: Mapping[str, float]
-) -> Iterator[tuple[ShardLike, QuantizedTensor | None]]:
-    """Every shard, with its codes and scales if the recipe quantises it; empty shards of such tensors are left out."""
-    format = recipe.spec
-    for shard in shards():
-        if not recipe.quantizes(shard.name, shard.global_shape):
-            yield shard, None
-        elif 0 not in shard.tensor.shape:
-            _check_aligned(shard, format)
-            source = _source(shard, recipe)
-            amax = torch.tensor(amaxes[_key(shard.name)], device=shard.tensor.device) if amaxes else None
-            yield shard, format.quantize(source, amax=amax)
+    shards: Callable[[], Iterable[ShardLike]],
+    recipe: Recipe,
+    reduce_max: ReduceMax | None,
+    made_of: Callable[[ShardLike, QuantizedTensor, Format], Iterable[PackedShard]],
+) -> Iterator[PackedShard]:
+    """Every shard as it is, or what `made_of` makes of its codes; an empty shard of a quantised tensor is left out."""
+    amaxes = _amaxes(shards, recipe, reduce_max)  # now, not at the first shard: every rank takes part at the same time
+
+    def each() -> Iterator[PackedShard]:
+        for shard in shards():
+            if not recipe.quantizes(shard.name, shard.global_shape):
+                yield _as_it_is(shard)
+            elif 0 not in shard.tensor.shape:
+                _check_aligned(shard, recipe.spec)
+                source = _source(shard, recipe)
+                amax = torch.tensor(amaxes[_key(shard.name)], device=shard.tensor.device) if amaxes else None
+                yield from made_of(shard, recipe.spec.quantize(source, amax=amax), recipe.spec)
+
+    return each()
 
 
 def _as_it_is(shard: ShardLike) -> PackedShard:
     return PackedShard(shard.name, tuple(shard.global_shape), shard.dtype, shard.box, shard.tensor)
+
+
+def _round(shard: ShardLike, quantized: QuantizedTensor, format: Format) -> Iterator[PackedShard]:
+    yield _as_it_is(shard)._replace(tensor=format.dequantize(quantized, dtype=shard.tensor.dtype))
 
 
 def _amaxes(
