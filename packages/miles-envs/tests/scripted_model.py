@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from json import dumps, loads
 
+from miles_envs.chat import ConnectionPool
 from miles_tito.records import Ctx, Prompt
 
 
@@ -18,6 +19,7 @@ class Answer:
 
     status: int
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     async def read(self) -> bytes:
         return self.body
@@ -50,19 +52,22 @@ class ScriptedModel:
         return reply if isinstance(reply, Answer) else completion(reply)
 
 
-class ScriptedPool:
-    """Stands where a pool of connections does."""
+class ScriptedPool(ConnectionPool):
+    """A pool whose calls go to the model instead of into the network."""
 
     def __init__(self, model: ScriptedModel) -> None:
+        super().__init__()
         self.model = model
-        self.closed = False
+
+    def _opened(self) -> ScriptedPool:
+        return self
 
     @asynccontextmanager
-    async def post(self, url: str, *, json: dict, headers: dict[str, str]) -> AsyncIterator[Answer]:
+    async def request(
+        self, method: str, url: str, *, json: dict, headers: dict[str, str], data: None
+    ) -> AsyncIterator[Answer]:
+        assert method == "POST"
         yield await self.model(url, loads(dumps(json)), headers)
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 def completion(reply: str | dict, *, finish_reason: str | None = None) -> Answer:

@@ -66,7 +66,7 @@ async def test_a_server_that_is_silent_is_not_asked_twice(scripted, policy):
     [
         (
             aiohttp.ClientConnectionError("refused"),
-            "No answer from http://session/v1/chat/completions: ClientConnectionError: refused",
+            "No answer from http://session/v1/chat/completions: ClientConnectionError refused",
         ),
         (aiohttp.SocketTimeoutError("slow"), "SocketTimeoutError"),
         (refusal(503, "engine is paused"), "answered 503: engine is paused"),

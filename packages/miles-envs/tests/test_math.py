@@ -6,7 +6,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_envs.rewards import Scorer, extract_boxed, math_equal
+from miles_envs.rewards import Grader, extract_boxed, math_equal
 from miles_envs.rewards.math import is_equivalent
 from scripted_model import question, said
 
@@ -83,13 +83,13 @@ def test_grading_from_a_thread_equals_grading_from_the_main_thread():
     cases = [(r"\boxed{\frac{1}{2}}", "0.5"), (r"\boxed{3}", "0.5")]
 
     async def grade():
-        scorer = Scorer(math_equal)
+        grader = Grader(math_equal)
         try:
             return [
-                (await scorer.score(question(label=label), said(answer), sample="x")).reward for answer, label in cases
+                (await grader.grade(question(label=label), said(answer), sample="x")).reward for answer, label in cases
             ]
         finally:
-            await scorer.aclose()
+            await grader.aclose()
 
     results = []
     thread = threading.Thread(target=lambda: results.append(asyncio.run(grade())))

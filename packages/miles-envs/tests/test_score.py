@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from miles_envs.errors import EnvironmentSetupError, GraderTimeout, VerifierError
-from miles_envs.rewards import Scorer, exact_match, read_score, token_f1
+from miles_envs.rewards import Grader, exact_match, read_score, token_f1
 from miles_envs.rewards.f1 import f1, words
 from scripted_model import question, said
 
 
 def scored(reward, text="1", *, timeout_s=30.0, prompt=None):
     async def run():
-        scorer = Scorer(reward, timeout_s=timeout_s)
+        grader = Grader(reward, timeout_s=timeout_s)
         try:
-            return await scorer.score(prompt or question(), said(text), sample="episode 7")
+            return await grader.grade(prompt or question(), said(text), sample="episode 7")
         finally:
-            await scorer.aclose()
+            await grader.aclose()
 
     return asyncio.run(run())
 
@@ -102,21 +102,33 @@ def test_an_async_reward_that_raises_is_no_reward(error):
 
 def test_a_function_that_no_process_could_import_is_refused_at_once_with_advice():
     with pytest.raises(EnvironmentSetupError, match=r"cannot be sent there.*top of a module.*`async`"):
-        Scorer(lambda prompt, messages: 1.0)
+        Grader(lambda prompt, messages: 1.0)
 
 
 def test_a_function_of_the_started_script_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(functions.with_bonus, "__module__", "__main__")
     with pytest.raises(EnvironmentSetupError, match="with_bonus is defined in the script that was started"):
-        Scorer(functions.with_bonus)
+        Grader(functions.with_bonus)
 
 
 @pytest.mark.parametrize(
-    "name", ["no_such_module:f", "grader_functions:nothing", "grader_functions:ctypes.c_int.x", "x y"]
+    ("name", "message"),
+    [
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("grader_functions:nothing", "grader_functions has no 'nothing'"),
+        ("grader_functions:ctypes.c_int.x", "grader_functions has no 'x'"),
+        ("grader_functions:ctypes", "cannot be called"),
+        ("grader_functions:os.getpid", "2 positional arguments .* do not fit"),
+        ("x y", "write it as"),
+    ],
 )
-def test_an_import_string_that_leads_nowhere_is_refused(name):
-    with pytest.raises(EnvironmentSetupError, match="leads nowhere"):
-        Scorer(name)
+def test_an_import_string_that_leads_to_no_reward_is_refused(name, message):
+    with pytest.raises(EnvironmentSetupError, match=f"`reward` is '{name}'.*{message}"):
+        Grader(name)
+
+
+def test_an_import_string_may_have_a_dot_before_the_function():
+    assert scored("miles_envs.rewards.exact_match", "4").reward == 1
 
 
 @pytest.mark.parametrize(

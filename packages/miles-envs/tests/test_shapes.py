@@ -307,7 +307,7 @@ def test_splits_come_from_lists_functions_and_files(tmp_path):
         (lambda: loop(max_turns=0), "`max_turns` is 0"),
         (lambda: loop(tools=[]), "`tools` is empty"),
         (lambda: SingleTurn(prompts=[question()], reward=exact), "`prompts` is a list; name the splits"),
-        (lambda: single("nowhere:reward"), "leads nowhere"),
+        (lambda: single("nowhere:reward"), "there is no module 'nowhere'"),
     ],
 )
 def test_a_wrong_definition_is_refused_when_it_is_made(make, message):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
-import aiohttp
 from miles_tito.records import Message, Policy
+from miles_tito.shared.http import Http, NoAnswer
 
 from .errors import ContextExceeded, InfraError
 
 CONTEXT_CODES = ("context_length_exceeded",)
 RETRY_FOR_S = 120.0
 """Longer than a session server takes to come back at its address."""
-MAX_WAIT_S = 2.0
-"""Longest wait between two sendings."""
 RETRY_HEADER = "x-stainless-retry-count"
 """How OpenAI's own clients mark a repeated call; the session server joins it to the first one."""
 
@@ -47,18 +44,30 @@ class Completion:
         return self.finish_reason == "length"
 
 
-def connection_pool(*, timeout_s: float = 600.0) -> aiohttp.ClientSession:
-    """Connections for any number of chat clients on the running event loop; close it with `close`.
+class ConnectionPool(Http):
+    """Connections that any number of chat clients of one event loop share; whoever makes it closes it."""
 
-    Args:
-        timeout_s: longest silence of the server. A busy engine answers late, so it is long; an episode's deadline is
-            what ends a slow turn.
-    """
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout_s),
-        trust_env=False,  # sessions are local; a proxy from the environment would swallow them
-    )
+    def __init__(self, *, timeout_s: float = 600.0) -> None:
+        """
+        Args:
+            timeout_s: longest silence of the server. A busy engine answers late, so it is long; an episode's deadline
+                is what ends a slow turn.
+        """
+        super().__init__(silence_s=timeout_s, max_connections=0, keepalive_s=60.0)
+        self.closed = False
+
+    async def close(self) -> None:
+        """Close idle and open connections."""
+        self.closed = True
+        await super().aclose()
+
+    async def aclose(self) -> None:
+        await self.close()
+
+
+def connection_pool(*, timeout_s: float = 600.0) -> ConnectionPool:
+    """A pool for `ChatClient`; arguments as for `ConnectionPool`."""
+    return ConnectionPool(timeout_s=timeout_s)
 
 
 class ChatClient:
@@ -70,9 +79,7 @@ class ChatClient:
     ```
     """
 
-    def __init__(
-        self, policy: Policy, *, pool: aiohttp.ClientSession | None = None, retry_for_s: float = RETRY_FOR_S
-    ) -> None:
+    def __init__(self, policy: Policy, *, pool: ConnectionPool | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
         """
         Args:
             pool: connections shared with other clients, from `connection_pool`; without one the client has its own.
@@ -102,38 +109,25 @@ class ChatClient:
         if tools:
             body["tools"] = list(tools)
         url = f"{self._policy.base_url.rstrip('/')}/chat/completions"
-        status, content = await self._post(url, body)
-        if status != 200:
-            raise _refusal(status, content, url)
-        return _read(content, url)
+        try:
+            answer = await self._pool.call(
+                "POST",
+                url,
+                json=body,
+                headers={"Authorization": f"Bearer {self._policy.api_key}"},
+                retry_for_s=self._retry_for_s,
+                retry_header=RETRY_HEADER,
+            )
+        except NoAnswer as error:
+            raise InfraError(f"No answer from {url}: {error.reason}") from error
+        if answer.status != 200:
+            raise _refusal(answer.status, answer.body, url)
+        return _read(answer.body, url)
 
     async def aclose(self) -> None:
         """Close the connections that are the client's own."""
         if self._owns_pool:
             await self._pool.close()
-
-    async def _post(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        """Status and content of the answer.
-
-        Raises:
-            InfraError: none came, however often it was asked for.
-        """
-        clock = asyncio.get_running_loop().time
-        began, wait_s, resent = clock(), 0.05, 0
-        while True:
-            headers = {"Authorization": f"Bearer {self._policy.api_key}"}
-            if resent:
-                headers[RETRY_HEADER] = str(resent)
-            try:
-                async with self._pool.post(url, json=body, headers=headers) as response:
-                    return response.status, await response.read()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                is_silence = isinstance(error, aiohttp.SocketTimeoutError)
-                if is_silence or clock() - began >= self._retry_for_s:
-                    raise InfraError(f"No answer from {url}: {type(error).__name__}: {error}") from error
-            resent += 1
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     async def __aenter__(self) -> Self:
         return self

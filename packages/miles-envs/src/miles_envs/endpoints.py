@@ -21,6 +21,7 @@ from typing import Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+from miles_tito.shared.ports import port_of
 
 from .errors import EndpointError, EnvironmentSetupError, InfraError
 
@@ -228,7 +229,6 @@ class _Endpoint:
 
 async def accepts_connections(url: str) -> None:
     """Raise unless something listens at `url`."""
-    parts = urlsplit(url)
-    _, writer = await asyncio.open_connection(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+    _, writer = await asyncio.open_connection(urlsplit(url).hostname, port_of(url))
     writer.close()
     await writer.wait_closed()

@@ -4,9 +4,10 @@ from .exact import exact_match
 from .f1 import token_f1
 from .math import extract_boxed, math_equal
 from .pool import RewardPool
-from .score import Reward, RewardValue, Score, Scorer, answer_of, label_of, read_score
+from .score import Grader, Reward, RewardValue, Score, Scorer, answer_of, label_of, read_score
 
 __all__ = [
+    "Grader",
     "Reward",
     "RewardPool",
     "RewardValue",

@@ -6,11 +6,10 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
 
 from miles_tito.records import Message, Prompt
 
-from .score import answer_of, label_of
+from .score import answer_of, labels_of
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -18,10 +17,8 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 def token_f1(prompt: Prompt, messages: Sequence[Message]) -> float:
     """F1 of the words of the last answer and of the label; the best of them for a list of labels."""
-    label = label_of(prompt)
-    labels = cast("list[Any]", label) if isinstance(label, list) else [label]
     answer = words(answer_of(prompt, messages))
-    return max((f1(answer, words(str(one))) for one in labels), default=0.0)
+    return max((f1(answer, words(str(label))) for label in labels_of(prompt)), default=0.0)
 
 
 def words(text: str) -> list[str]:

@@ -13,13 +13,13 @@ import logging
 import math
 import numbers
 import pickle
-import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from miles_tito.records import Message, Prompt
+from miles_tito.shared import plugins
 
 from miles_envs.errors import EnvironmentSetupError, GraderTimeout, VerifierError
 
@@ -40,14 +40,14 @@ class Score:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class Scorer:
-    """Runs one reward callable for many episodes."""
+class Grader:
+    """Calls the reward of an environment, once for each episode that ended; `MultiTurn` has one."""
 
     def __init__(self, reward: Reward | str, *, pool: RewardPool | None = None, timeout_s: float = 30.0) -> None:
         """
         Args:
             reward: a callable, or its import string `"module:function"`.
-            pool: processes for a plain function; without one the scorer starts its own when it needs them.
+            pool: processes for a plain function; without one the grader starts its own when it needs them.
             timeout_s: longest time of one call.
 
         Raises:
@@ -61,7 +61,7 @@ class Scorer:
         if not self._is_async:
             _check_sendable(self._reward)
 
-    async def score(self, prompt: Prompt, messages: Sequence[Message], *, sample: str) -> Score:
+    async def grade(self, prompt: Prompt, messages: Sequence[Message], *, sample: str) -> Score:
         """The score of one conversation.
 
         Args:
@@ -91,6 +91,10 @@ class Scorer:
                 logger.warning("the reward of %s was given up after %g s", sample, self._timeout_s)
                 raise GraderTimeout(f"The reward of {sample} took longer than {self._timeout_s:g} s.") from error
             raise VerifierError(f"The reward of {sample} raised {type(error).__name__}: {error}") from error
+
+
+Scorer = Grader
+"""Its name before core and train had scorers too."""
 
 
 def read_score(value: object, *, sample: str) -> Score:
@@ -131,6 +135,12 @@ def label_of(prompt: Prompt) -> Any:
     return label
 
 
+def labels_of(prompt: Prompt) -> list[Any]:
+    """The labels that an answer may have: those of a list, or the one there is; errors as `label_of`."""
+    label = label_of(prompt)
+    return cast("list[Any]", label) if isinstance(label, list) else [label]
+
+
 def answer_of(prompt: Prompt, messages: Sequence[Message]) -> str:
     """Text of the model's last message; empty when there is none. Solved examples in the prompt do not count."""
     for message in reversed(messages[len(prompt.messages or ()) :]):
@@ -149,14 +159,15 @@ def _finite(value: object, what: str) -> float:
 
 
 def _resolve(name: str) -> Reward:
+    module, dot, function = name.rpartition(".")
+    target = f"{module}:{function}" if dot and ":" not in name else name  # `module.function` was taken as well
     try:
-        found = pkgutil.resolve_name(name)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise EnvironmentSetupError(
-            f"`reward` is {name!r}, which leads nowhere ({error}); write it as 'package.module:function'."
-        ) from error
-    if not callable(found):
-        raise EnvironmentSetupError(f"`reward` is {name!r}, a {type(found).__name__}; it must be callable.")
+        found = plugins.load(target, what="reward")
+        plugins.check_call(found, 2, {}, what="reward", target=target)
+    except plugins.ImportStringError as error:
+        raise EnvironmentSetupError(str(error)) from error
+    except ImportError as error:
+        raise EnvironmentSetupError(f"`reward` is {name!r}, whose module cannot be imported: {error}.") from error
     return cast("Reward", found)
 
 

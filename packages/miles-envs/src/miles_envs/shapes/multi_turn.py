@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from miles_tito.records import Ctx, EpisodeResult, Message, Outcome, Policy, Prompt
 
-from miles_envs.chat import ChatClient, connection_pool
+from miles_envs.chat import ChatClient, ConnectionPool, connection_pool
 from miles_envs.errors import (
     ContextExceeded,
     DeadlineReached,
@@ -29,7 +28,7 @@ from miles_envs.errors import (
 from miles_envs.limits import bounded, check
 from miles_envs.prompts import Prompts, prompts_of
 from miles_envs.rewards.pool import RewardPool
-from miles_envs.rewards.score import Reward, Scorer
+from miles_envs.rewards.score import Grader, Reward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +78,8 @@ class MultiTurn(ABC):
             )
         self._prompts = prompts
         self._max_turns = max_turns
-        self._scorer = Scorer(reward, pool=pool, timeout_s=reward_timeout_s)
-        self._connections: aiohttp.ClientSession | None = None
+        self._grader = Grader(reward, pool=pool, timeout_s=reward_timeout_s)
+        self._connections: ConnectionPool | None = None
 
     @abstractmethod
     async def reply(self, dialogue: Dialogue) -> Sequence[Message]:
@@ -126,7 +125,7 @@ class MultiTurn(ABC):
         connections, self._connections = self._connections, None
         if connections is not None:
             await connections.close()
-        await self._scorer.aclose()
+        await self._grader.aclose()
 
     async def _converse(self, dialogue: Dialogue, chat: ChatClient) -> Outcome:
         """Take turns until the end; whether the policy ended it or ran into a limit."""
@@ -151,7 +150,7 @@ class MultiTurn(ABC):
         with contextlib.suppress(DeadlineReached):  # reached in time to be graded
             check(ctx)
         sample = f"episode {ctx.episode_id} of prompt {dialogue.prompt.id}"
-        score = await self._scorer.score(dialogue.prompt, _until_last_answer(dialogue), sample=sample)
+        score = await self._grader.grade(dialogue.prompt, _until_last_answer(dialogue), sample=sample)
         return _result(dialogue, outcome, reward=score.reward, metrics=score.metrics)
 
 
