@@ -94,11 +94,11 @@ class RolloutConfig:
         require(self.stragglers in ("overtake", "wait"), "stragglers", self.stragglers, "'overtake' or 'wait'")
         require(self.partial in ("train", "mask"), "partial", self.partial, "'train' or 'mask'")
         self._check_oversampling()
-        check_name(self.failure_policy, FAILURE_POLICIES, kind="failure policy")
-        check_name(self.advantage, ADVANTAGES, kind="advantage")
-        check_name(self.filter, FILTERS, kind="filter")
-        check_name(self.put_policy, POLICIES, kind="stale policy")
-        check_name(self.take_policy, POLICIES, kind="stale policy")
+        check_name(self.failure_policy, FAILURE_POLICIES, kind="failure policy", key="failure_policy")
+        check_name(self.advantage, ADVANTAGES, kind="advantage", key="advantage")
+        check_name(self.filter, FILTERS, kind="filter", key="filter")
+        check_name(self.put_policy, POLICIES, kind="stale policy", key="put_policy")
+        check_name(self.take_policy, POLICIES, kind="stale policy", key="take_policy")
         self._check_group_size()
 
     @property

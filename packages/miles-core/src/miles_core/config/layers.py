@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from .keys import KeyPath, names_at, options, type_at
+from .keys import KIND, KeyPath, fields, is_plugin, names_at, options, type_at, unions
 from .problems import Problem, suggestion
 from .schema import Config
 
@@ -32,16 +32,32 @@ class Layers:
             here = (*path, name)
             self.sources[here] = source
             if isinstance(value, Mapping):
-                if not isinstance(get(self.table, here), dict):
-                    put(self.table, here, {})
+                put(self.table, here, self._below(here, value))
                 self.merge(value, source, here)
             else:
                 put(self.table, here, None if _means_none(value, here) else value)
 
+    def _below(self, path: KeyPath, table: Mapping[str, Any]) -> dict[str, Any]:
+        """What `table` is laid over. Arguments of a plug-in belong to its name: another one starts without any."""
+        below = get(self.table, path)
+        if is_plugin(type_at(Config, path)):
+            below = {"name": below} if isinstance(below, str) else below or {}
+            name = table.get("name", below.get("name"))
+            return below if below.get("name", name) == name else {}
+        return below if isinstance(below, dict) else {}
+
     def over(self, stored: Mapping[str, Any]) -> Layers:
-        """These layers laid over a whole configuration that an earlier run kept."""
+        """These layers laid over a whole configuration that an earlier run kept.
+
+        Where they choose another kind of a table, what is kept of the table is what the new kind has too.
+        """
         below = Layers(files=self.files, problems=self.problems)
         below.merge(stored, "config.json")
+        for union in unions(Config):
+            chosen = union.chosen(get(self.table, (*union.path, KIND)))
+            if chosen is not None and get(below.table, union.path):
+                kept = {name: value for name, value in get(below.table, union.path).items() if name in fields(chosen)}
+                put(below.table, union.path, kept)
         below.merge(self.table, "")
         below.sources.update(self.sources)
         return below
@@ -60,8 +76,8 @@ def read_layers(words: Sequence[str]) -> Layers:
             layers.problems.append(
                 Problem(first, "", "is no setting. Write `@ FILE` for a file, `--key value` for a key.")
             )
-    for flag, text in overrides:
-        path = key_path(flag)
+    # Whatever the order, `--rollout.advantage mine:f` comes before an argument of it, which it would replace.
+    for path, flag, text in sorted(((key_path(flag), flag, text) for flag, text in overrides), key=_is_in_plugin):
         annotation = type_at(Config, path)
         if text is None and annotation is not None and bool not in options(annotation):
             layers.problems.append(Problem(f"--{flag}", ".".join(path), "needs a value."))
@@ -99,6 +115,8 @@ def parse_value(text: str, annotation: Any) -> Any:
     """The value that `text` means for a key of this type; text that is no such value is kept for validation to name."""
     members = [option for option in options(annotation) if option is not type(None)]
     if all(option is str or get_origin(option) is Literal for option in members):
+        return text
+    if is_plugin(annotation) and not text.lstrip().startswith("{"):
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -154,6 +172,11 @@ def _read_file(name: str, layers: Layers) -> None:
         return
     layers.files.append(path)
     layers.merge(table, name)
+
+
+def _is_in_plugin(override: tuple[KeyPath, str, str | None]) -> bool:
+    path = override[0]
+    return any(is_plugin(type_at(Config, path[:end])) for end in range(1, len(path)))
 
 
 def _means_none(value: Any, path: KeyPath) -> bool:

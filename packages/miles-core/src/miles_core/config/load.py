@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_tito.shared.plugins import Plugin
 from pydantic import TypeAdapter, ValidationError
 
 from .checks import Kind, check, warnings
-from .keys import NAME, KeyPath, leaves, names_at, type_at, type_name
-from .layers import Layers, get, read_layers
+from .keys import (
+    KIND,
+    NAME,
+    KeyPath,
+    is_plugin,
+    leaves,
+    names_at,
+    tables_of,
+    type_at,
+    type_name,
+    unions,
+)
+from .layers import Layers, get, put, read_layers
+from .moved import new_name, translate
 from .problems import ConfigError, Problem, suggestion
 from .schema import Config
 
@@ -50,7 +63,7 @@ def load_config(words: Sequence[str], *, kind: Kind | None = None, stored: Mappi
     layers = read_layers(words)
     given = set(layers.sources)
     if stored is not None:
-        layers = layers.over(stored)
+        layers = layers.over(translate(stored))
     config, problems, repaired = validate(layers)
     if layers.problems:  # what an unreadable file holds cannot be missed by the checks below
         raise ConfigError([*layers.problems, *problems])
@@ -79,16 +92,16 @@ def validate(layers: Layers) -> tuple[Config, list[Problem], list[KeyPath]]:
     problems: list[Problem] = []
     removed: list[KeyPath] = []
     while True:
-        try:
-            # Strict JSON: lists are tuples there, but "8" is no number and true is not 1.
-            return _ADAPTER.validate_json(json.dumps(table), strict=True), problems, removed
-        except ValidationError as invalid:
-            found = {_wrong_key(error, table): error for error in invalid.errors(include_url=False)}
-        for path, error in found.items():
-            if any(len(other) > len(path) and other[: len(path)] == path for other in found):
-                continue  # a key inside is named: what the other types of a union say of the whole is no help
-            source = layers.sources.get(path, "")
-            problems.append(Problem(source, ".".join(path), _message(error, path)))
+        found = dict(_wrong_kinds(table))
+        if not found:
+            try:
+                # Strict JSON: lists are tuples there, but "8" is no number and true is not 1.
+                return _ADAPTER.validate_json(json.dumps(table), strict=True), problems, removed
+            except ValidationError as invalid:
+                errors = [(_wrong_key(error, table), error) for error in invalid.errors(include_url=False)]
+                found = {path: _message(error, path, table) for path, error in errors if path is not None}
+        for path, message in found.items():
+            problems.append(Problem(layers.sources.get(path, ""), ".".join(path), message))
             removed.append(path)
             _remove(table, path)
 
@@ -96,13 +109,31 @@ def validate(layers: Layers) -> tuple[Config, list[Problem], list[KeyPath]]:
 _ADAPTER = TypeAdapter(Config)
 
 
-def _wrong_key(error: Mapping[str, Any], table: Mapping[str, Any]) -> KeyPath:
-    """The key to blame: where pydantic points, or the one that the error of a whole table names in backticks."""
+def _wrong_kinds(table: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """The kinds that no table is of. Where none is said, the default one is filled in."""
+    for union in unions(Config):
+        own = get(table, union.path)
+        if not isinstance(own, dict) or union.chosen(own.setdefault(KIND, union.default)) is not None:
+            continue
+        wrong = own[KIND]
+        hint = suggestion(str(wrong), union.kinds)
+        yield (*union.path, KIND), f"is {wrong!r}; it must be one of {', '.join(union.kinds)}.{hint}"
+        put(table, union.path, {})  # which keys it should have had depends on the kind
+
+
+def _wrong_key(error: Mapping[str, Any], table: Mapping[str, Any]) -> KeyPath | None:
+    """The key to blame: where pydantic points, or the one that the error of a whole table names in backticks.
+
+    None where pydantic tried a member of a union that the value is not meant for.
+    """
     path: KeyPath = ()
     for part in error["loc"]:
-        if not isinstance(part, str) or not isinstance(get(table, path), dict):
+        value = get(table, path)
+        if _is_for_another(type_at(Config, path), path, value, part):
+            return None
+        if not isinstance(part, str) or not isinstance(value, dict):
             break  # an item of a list: the list is the key
-        if part in get(table, path):
+        if part in value:
             path = (*path, part)
     if error["type"] == "value_error":
         for name in re.findall(r"`([\w.-]+)`", str(error["ctx"]["error"])):
@@ -111,10 +142,19 @@ def _wrong_key(error: Mapping[str, Any], table: Mapping[str, Any]) -> KeyPath:
     return path
 
 
-def _message(error: Mapping[str, Any], path: KeyPath) -> str:
+def _is_for_another(annotation: Any, path: KeyPath, value: Any, member: object) -> bool:
+    """Whether `member`, as pydantic names those of a union, is another one than `value` is meant for."""
+    if is_plugin(annotation):
+        return member == ("str" if isinstance(value, dict) else Plugin.__name__)
+    union = next((union for union in unions(Config) if union.path == path), None)
+    chosen = union.chosen(get(value, (KIND,))) if union and isinstance(value, dict) else None
+    return chosen is not None and member != chosen.__name__ and member in [t.__name__ for t in tables_of(annotation)]
+
+
+def _message(error: Mapping[str, Any], path: KeyPath, table: Mapping[str, Any]) -> str:
     match error["type"]:
-        case "unexpected_keyword_argument":
-            return f"is no key.{_did_you_mean(path)}"
+        case "unexpected_keyword_argument" if error["loc"][-1] == path[-1]:
+            return _unknown(path, table)
         case "value_error":
             message = str(error["ctx"]["error"])
             own = f"`{path[-1]}` " if path else ""
@@ -127,8 +167,20 @@ def _message(error: Mapping[str, Any], path: KeyPath) -> str:
             return f"is {wrong!r}; it must be one of {', '.join(choices)}.{suggestion(wrong, choices)}"
         case _:
             annotation = type_at(Config, path)
-            wanted = "a table" if names_at(Config, path) else type_name(annotation)
-            return f"is {json.dumps(error['input'], default=str)}; it must be: {wanted}."
+            wanted = "a table" if names_at(Config, path) and not is_plugin(annotation) else type_name(annotation)
+            return f"is {json.dumps(get(table, path), default=str)}; it must be: {wanted}."
+
+
+def _unknown(path: KeyPath, table: Mapping[str, Any]) -> str:
+    """Where the key is now, or which kind has it, or near names in the same table, or where else one is called so."""
+    if new := new_name(path):
+        return f"is now {'.'.join(new)}. Write it there."
+    *parent, name = path
+    for union in unions(Config):
+        if union.path == (*parent,) and (owners := union.owners(name)):
+            chosen = get(table, (*parent, KIND))
+            return f"belongs to kind {' and '.join(owners)}; kind is {json.dumps(chosen)}."
+    return f"is no key.{_did_you_mean(path)}"
 
 
 def _did_you_mean(path: KeyPath) -> str:
@@ -139,9 +191,9 @@ def _did_you_mean(path: KeyPath) -> str:
     if near := suggestion(name, known, prefix=prefix):
         return near
     same = sorted((key for key in leaves(Config) if key.path[-1] == name), key=lambda key: NAME in key.path)
-    elsewhere = [str(key) for key in same if NAME not in key.path or NAME in same[0].path]
+    elsewhere = dict.fromkeys(str(key) for key in same if NAME not in key.path or NAME in same[0].path)
     if elsewhere:
-        return f" Did you mean {' or '.join(elsewhere[:3])}?"
+        return f" Did you mean {' or '.join([*elsewhere][:3])}?"
     return f" {prefix.rstrip('.') or 'The top level'} has: {', '.join(known)}." if known else ""
 
 

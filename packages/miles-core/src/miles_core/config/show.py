@@ -10,7 +10,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .keys import NAME, KeyPath, leaves, type_at, type_name
+from .keys import KIND, NAME, KeyPath, kind_name, leaves, type_at, type_name
+from .layers import get
 from .schema import Config, to_dict
 
 
@@ -21,9 +22,12 @@ def to_toml(config: Config, *, sources: Mapping[KeyPath, str] | None = None, exp
         sources: who set each key; named behind the value.
         explain: write each key's description over it.
     """
-    docs = {key.path: key.doc for key in leaves(Config)} if explain else {}
-    lines = list(_table(to_dict(config), (), sources or {}, docs))
-    return "\n".join(lines).strip() + "\n"
+    table = to_dict(config)
+    docs: dict[KeyPath, str] = {}
+    for key in leaves(Config) if explain else ():
+        if not key.kinds or kind_name(get(table, (*key.path[:-1], KIND))) in key.kinds:
+            docs[key.path] = key.doc
+    return "\n".join(_table(table, (), sources or {}, docs)).strip() + "\n"
 
 
 def reference() -> str:
@@ -35,7 +39,8 @@ def reference() -> str:
             section = key.path[0]
             description = _first_line(type_at(Config, (section,)))
             parts.append(f"\n## [{section}]\n\n{description}| key | type | default | meaning |\n|---|---|---|---|")
-        cells = (f"`{key}`", type_name(key.type), f"`{_default(key.default)}`", key.doc)
+        only = f"With kind `{'`, `'.join(key.kinds)}`. " if key.kinds else ""
+        cells = (f"`{key}`", type_name(key.type), f"`{_default(key.default)}`", f"{only}{key.doc}".strip())
         parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(parts).strip() + "\n"
 
@@ -47,15 +52,20 @@ def _table(
     values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
     tables = {name: value for name, value in table.items() if isinstance(value, Mapping)}
     if path and (values or not tables):
-        yield f"\n[{'.'.join(map(_name, path))}]"
+        yield ""
+        yield from _comment(docs.get(_generic(path)))
+        yield f"[{'.'.join(map(_name, path))}]"
     for name, value in values.items():
         here = (*path, name)
-        if doc := docs.get(_generic(here)):
-            yield from textwrap.wrap(doc, 110, initial_indent="# ", subsequent_indent="# ")
+        yield from _comment(docs.get(_generic(here)))
         comment = f"  # {sources[here]}" if here in sources else ""
         yield f"{_name(name)} = {_value(value)}{comment}"
     for name, value in tables.items():
         yield from _table(value, (*path, name), sources, docs)
+
+
+def _comment(doc: str | None) -> list[str]:
+    return textwrap.wrap(doc or "", 110, initial_indent="# ", subsequent_indent="# ")
 
 
 def _value(value: Any) -> str:

@@ -8,6 +8,7 @@ config   compared key by key; a key must agree unless `MAY_CHANGE` lists it, so 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
@@ -21,6 +22,8 @@ import numpy as np
 from miles_tito.records import Prompt
 
 from miles_core.config import Config, to_dict
+from miles_core.config.keys import is_plugin, leaves
+from miles_core.config.moved import translate
 
 MAY_CHANGE = (
     *("run.name", "run.dir", "run.steps", "sft.steps", "model.path"),
@@ -127,7 +130,7 @@ def _prompts(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 def _config(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Key and sentence of each difference; a key that an older Miles did not have counts with its default."""
     defaults = dict(_flat(to_dict(Config())))
-    before, after = defaults | dict(_flat(old)), defaults | dict(_flat(new))
+    before, after = defaults | dict(_flat(translate(old))), defaults | dict(_flat(translate(new)))
     for key in sorted(before.keys() | after.keys()):
         if (was := before.get(key, _ABSENT)) != (now := after.get(key, _ABSENT)):
             yield key, f"{key} was {_shown(was)} and is {_shown(now)}."
@@ -138,10 +141,20 @@ _ABSENT = object()
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
+        here = f"{prefix}{name}"
+        if isinstance(value, Mapping) and here in _plugins():
+            yield here, value["name"]
+            value = {"args": value["args"]}
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flat(value, f"{here}.")
         elif not isinstance(value, Mapping):
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+            yield here, list(value) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _plugins() -> frozenset[str]:
+    """Keys whose value is a name or a table with one."""
+    return frozenset(str(key) for key in leaves(Config) if is_plugin(key.type))
 
 
 def _shown(value: Any) -> str:

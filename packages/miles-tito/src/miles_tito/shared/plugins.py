@@ -141,13 +141,18 @@ def resolve(
     return cast(F, partial(found, **given)) if given else cast(F, found)
 
 
-def check_name(choice: str | Plugin, table: Mapping[str, object], *, kind: str) -> None:
-    """Raise SettingError unless the name is built in or has the form of an import string; imports nothing."""
+def check_name(choice: str | Plugin, table: Mapping[str, object], *, kind: str, key: str | None = None) -> None:
+    """Raise SettingError unless the name is built in or has the form of an import string; imports nothing.
+
+    Args:
+        key: the setting that holds the choice, for the error.
+    """
     name = name_of(choice)
     if name in table or ":" in name:
         return
+    said = f"`{key}` is {name!r}. " if key else ""
     raise SettingError(
-        f"No {kind} is called {name!r}.{_near(name, list(table))} Built in: {', '.join(sorted(table))}; "
+        f"{said}No {kind} is called {name!r}.{_near(name, list(table))} Built in: {', '.join(sorted(table))}; "
         f"your own is an import string such as 'my_pkg.module:my_{kind.replace(' ', '_')}'."
     )
 
