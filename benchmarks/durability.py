@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from miles_core.durable.checkpoints import Checkpoints
 from miles_core.durable.spool import SpoolWriter
-from miles_core.ledger import Ledger, adopt_spooled
+from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.run import loop
 from miles_core.run.batching import AdvantagesByEpisode, RankWork
@@ -263,7 +263,7 @@ def take_up_again(folder: Path) -> Numbers:
     assert found is not None, "the first process wrote one"
     checkpoints.load_state(found)
     ledger = Ledger.open(folder / "ledger.db")
-    adopt_spooled(ledger, folder / "trajectories")
+    ledger.recover_spooled(folder / "trajectories")
     ledger.start(found.step)
     ledger_s = time.perf_counter() - began
     taken = take_up(ledger, trajectories=folder / "trajectories", prompts=PROMPTS)

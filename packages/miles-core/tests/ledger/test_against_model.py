@@ -145,7 +145,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
                 self.model.groups[name].is_told = False
             for name, group in self.model.groups.items():
                 if group.fate is Fate.IN_FLIGHT and group.sampled is not None and not group.is_told:
-                    assert self.ledger.adopt(self.ref(name))
+                    assert self.ledger.recover(self.ref(name))
                     group.is_told = True
             self.ledger.start(step, limits=LIMITS)
         assert self.ledger.rewind(step) == len(dropped), "once more it only answers"

@@ -248,3 +248,48 @@ def test_a_newer_schema_is_refused(first_schema: Path) -> None:
     for read in (Ledger.open, overview):
         with pytest.raises(LedgerError, match=r"has schema 99, written by a newer Miles; .* up to 2\. Upgrade"):
             read(first_schema)
+
+
+@pytest.fixture
+def first_release(tmp_path: Path) -> Path:
+    """A ledger as version 0.1 wrote it: g000000 was trained and committed, g000002 in a step that a crash undid."""
+    path = tmp_path / "ledger.db"
+    db = sqlite3.connect(path)
+    db.executescript(Path(__file__).with_name("ledger_0_1.sql").read_text(encoding="utf-8"))
+    db.close()
+    return path
+
+
+def test_a_ledger_of_the_first_release_is_read_as_it_was_written(first_release: Path) -> None:
+    before = first_release.read_bytes()
+    found = overview(first_release)
+    assert found["problems"] == []
+    assert found["steps"] == {"live": 1, "committed": 1, "dropped": 1}
+    assert [(s["from_step"], s["returned"], s["first_step"], s["last_step"]) for s in found["starts"]] == [
+        (None, 0, 1, 2),
+        (1, 1, None, None),
+    ]
+    assert found["evaluations"] == [{"dataset": "eval", "points": 1, "skipped": 0, "best": 0.5}]
+    assert {event["kind"]: event["times"] for event in found["happenings"]} == {"engine": 1, "trainer": 1}
+    told = why(first_release, "g000000").splitlines()
+    assert told[0] == "Group g000000 of prompt p-g000000 was trained in step 1."
+    assert any("step 1 is committed by checkpoint step-000001" in line for line in told)
+    assert any("attempt 0 took 1.0 s" in line and "OSError: the engine is gone" in line for line in told)
+    assert "its prompt runs again as g000004\n" in why(first_release, "g000001")
+    assert first_release.read_bytes() == before
+
+
+def test_a_run_of_the_first_release_goes_on(first_release: Path) -> None:
+    ledger = Ledger.open(first_release)
+    assert ledger.start(1, limits=Limits(max_staleness=2, credits=8, retries=1)) == 2
+    assert [(group.id, group.is_admitted, group.attempt) for group in ledger.open_groups()] == [
+        ("g000002", True, 0),
+        ("g000003", False, 4),
+        ("g000004", False, 4),
+    ]
+    assert (ledger.next_group(), ledger.drawn(), ledger.last_commit()) == (5, 4, 1)
+    assert ledger.scores() == {1: 0.5}
+    train(ledger, 2, "g000002")
+    ledger.commit(2, "step-000002")
+    assert ledger.verify() == []
+    ledger.close()

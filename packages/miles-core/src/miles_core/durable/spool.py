@@ -12,11 +12,12 @@ readers; a damaged one before the end is an error. Which group became what, `led
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +28,8 @@ from miles_tito.records import Group
 from miles_tito.records.encoding import decode, encode
 from miles_tito.records.summary import GroupRef, summarize
 from miles_tito.shared.files import sync
+
+logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4sHQI")
 _MAGIC = b"MSPL"
@@ -154,6 +157,27 @@ def read_ids(path: Path) -> Iterator[tuple[str, SpoolAddress]]:
                 return
             yield name.decode(errors="replace"), SpoolAddress(file=path.name, offset=offset)
             file.seek(length, os.SEEK_CUR)
+
+
+def find_groups(directory: Path, wanted: Collection[str], *, since: float) -> Iterator[GroupRef]:
+    """Groups whose id is in `wanted`, from files written since `since` (seconds since 1970).
+
+    A damaged record is passed over with a warning, and what lies behind a damaged header.
+    """
+    for path in sorted(directory.glob("*.spool")) if wanted else ():
+        if path.stat().st_mtime < since:
+            continue
+        try:
+            for group_id, address in read_ids(path):
+                if group_id in wanted:
+                    try:
+                        group = read_group(directory, address)
+                    except SpoolError as error:
+                        logger.warning("left out, its group runs again: %s", error)
+                    else:
+                        yield spooled(group, address, directory)
+        except SpoolError as error:
+            logger.warning("what lies behind is left out, its groups run again: %s", error)
 
 
 def fetch_groups(

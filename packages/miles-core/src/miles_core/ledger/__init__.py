@@ -1,14 +1,22 @@
 """The ledger of a run: what became of every group, episode and attempt."""
 
-from .adopt import adopt_spooled
-from .errors import LedgerError
-from .overview import overview, query, table, to_json, to_text
-from .queries import trained_over_the_run
-from .records import Limits, OpenGroup, PendingRetry
-from .schema import reading
-from .story import why
-from .versions import effective_version, effective_versions
+from miles_core.text import table
+
+from .history import why
+from .overview import overview, query, to_json, to_text
+from .queries import (
+    Limits,
+    OpenGroup,
+    PendingRetry,
+    effective_version,
+    effective_versions,
+    trained_over_the_run,
+)
+from .schema import LedgerError, reading
 from .writer import LEDGER, Ledger
+
+adopt_spooled = Ledger.recover_spooled
+"""The name that `Ledger.recover_spooled` had before."""
 
 __all__ = [
     "LEDGER",

@@ -1,18 +1,99 @@
-"""What is asked of the tables by the writer and by readers; statements alone, no state."""
+"""What the writer and readers ask of the tables, and the records of the answers; statements alone, no state.
+
+A version is an optimizer step. After a rewind to step `c` the labels above `c` are given again, to other weights:
+
+            c ─ c+1' ─ c+2' ─ …  ─ j'        the branch that survives
+            │
+            └── c+1 ── c+2 ── … ─ c+k        the dead branch: its labels were given out before
+
+A token that version `c+k` of the dead branch sampled is `k` steps from `c`, and version `j` of the new branch is
+`j - c` steps from it: its distance is `k + (j - c)`, as if it came from version `c - k`. So the versions of what is
+kept are mirrored at `c`; after several rewinds at the lowest, where the branches part.
+"""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from miles_rollout.fates import Fate, FateCounts
 
 from miles_core.durable.spool import SpoolAddress
 
-from .records import Limits, OpenGroup, PendingRetry
-from .versions import effective_version, effective_versions
-
 OPEN = "fate IN ('in_flight', 'buffered')"
 """As the partial index over open groups spells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits that a start runs under; `verify` checks its groups against them."""
+
+    max_staleness: int | None = None
+    """Versions that a trained token may be behind; None where a policy keeps older ones."""
+    credits: int | None = None
+    """Groups that may be open when another one is issued; None for no bound."""
+    retries: int = 0
+    """Further attempts that a worker makes of an episode by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """A group without a final fate, as a resumed run needs it."""
+
+    id: str
+    number: int
+    """Position in the order of issue, from 0."""
+    prompt_id: str
+    attempt: int
+    """Number of the first attempt of its present issue, above all that were made before."""
+    retry_of: str | None
+    """The discarded group whose prompt this one runs again."""
+    address: SpoolAddress | None
+    """Where its record lies; None while it runs."""
+    is_admitted: bool
+    """The buffer holds it: filter and policies at `put` are behind it."""
+    rewinds: tuple[int, ...]
+    """Steps that the run went back to since it was issued: `effective_version` needs them for its tokens."""
+    issued_version: int
+    """Version of the engines at its issue, as the surviving branch counts."""
+    oldest_version: int | None
+    """Of its trained tokens, as the surviving branch counts; None while it runs, and where the engine named none."""
+    newest_version: int | None
+
+    def versions(self, oldest: int | None, newest: int | None) -> tuple[int, int] | None:
+        """What recorded versions of some of its tokens are on the surviving branch; None where none were recorded."""
+        if oldest is None or newest is None:
+            return None
+        return effective_versions(oldest, newest, self.rewinds)
+
+
+class PendingRetry(NamedTuple):
+    """A prompt that is to run again, and was not issued again yet."""
+
+    retry_of: str
+    """Id of the discarded group."""
+    prompt_id: str
+
+
+def effective_version(version: int, rewinds: Collection[int]) -> int:
+    """The version of one token as the surviving branch counts.
+
+    Args:
+        version: its label.
+        rewinds: the steps that the run went back to since the token was sampled.
+    """
+    return min((version, *(2 * step - version for step in rewinds)))
+
+
+def effective_versions(oldest: int, newest: int, rewinds: Collection[int]) -> tuple[int, int]:
+    """The oldest and newest version of some tokens as the surviving branch counts."""
+    if not rewinds:
+        return oldest, newest
+    lowest = min(rewinds)
+    ends = effective_version(oldest, rewinds), effective_version(newest, rewinds)
+    return min(ends), (lowest if oldest <= lowest <= newest else max(ends))
 
 
 def open_numbers(db: sqlite3.Connection) -> dict[str, int]:
@@ -20,7 +101,13 @@ def open_numbers(db: sqlite3.Connection) -> dict[str, int]:
     return dict(db.execute(f"SELECT group_id, number FROM groups WHERE {OPEN}"))
 
 
+def segments(db: sqlite3.Connection) -> dict[str, int | None]:
+    """Spool files: name -> row."""
+    return dict(db.execute("SELECT file, segment FROM segments"))
+
+
 def open_groups(db: sqlite3.Connection) -> list[OpenGroup]:
+    """In the order of issue."""
     steps = rewinds(db)
     rows = db.execute(
         "SELECT group_id, number, prompt_id, attempt, retry_of, file, offset, fate, issued_start, issued_version, "
@@ -68,6 +155,10 @@ def last_group(db: sqlite3.Connection) -> tuple[int, str]:
     return db.execute("SELECT number, group_id FROM groups ORDER BY number DESC LIMIT 1").fetchone() or (-1, "")
 
 
+def group_id(db: sqlite3.Connection, number: int) -> str:
+    return db.execute("SELECT group_id FROM groups WHERE number = ?", (number,)).fetchone()[0]
+
+
 def drawn(db: sqlite3.Connection) -> int:
     row = db.execute("SELECT drawn FROM groups WHERE drawn IS NOT NULL ORDER BY number DESC LIMIT 1").fetchone()
     return row[0] if row else 0
@@ -76,6 +167,15 @@ def drawn(db: sqlite3.Connection) -> int:
 def pending_retries(db: sqlite3.Connection) -> list[PendingRetry]:
     rows = db.execute("SELECT prompt_id, group_id FROM groups WHERE is_retry_due ORDER BY number")
     return [PendingRetry(prompt_id=prompt_id, retry_of=group) for prompt_id, group in rows]
+
+
+def unfinished(db: sqlite3.Connection) -> dict[str, tuple[int, int, float]]:
+    """Open groups whose result no start has recorded: id -> number, first attempt, when it was last issued."""
+    rows = db.execute(
+        "SELECT group_id, number, attempt, (SELECT max(at) FROM changes WHERE changes.number = groups.number "
+        f"AND what IN ('issued', 'reissued')) FROM groups WHERE {OPEN} AND finished_at IS NULL ORDER BY number"
+    )
+    return {name: (number, attempt, at) for name, number, attempt, at in rows}
 
 
 def scores(db: sqlite3.Connection) -> dict[int, float | None]:
@@ -98,49 +198,12 @@ def scores(db: sqlite3.Connection) -> dict[int, float | None]:
     return means
 
 
-def fate(db: sqlite3.Connection, name: str) -> str | None:
-    row = db.execute("SELECT fate FROM groups WHERE group_id = ?", (name,)).fetchone()
-    return row[0] if row else None
-
-
-def group_id(db: sqlite3.Connection, number: int) -> str:
-    return db.execute("SELECT group_id FROM groups WHERE number = ?", (number,)).fetchone()[0]
-
-
-def unfinished(db: sqlite3.Connection) -> list[int]:
-    """Open groups whose result no start has recorded."""
-    return [n for (n,) in db.execute(f"SELECT number FROM groups WHERE {OPEN} AND finished_at IS NULL ORDER BY number")]
-
-
-def awaited(db: sqlite3.Connection) -> dict[str, float]:
-    """Open groups without a result: id -> when they were last issued."""
-    return dict(
-        db.execute(
-            "SELECT group_id, (SELECT max(at) FROM changes WHERE changes.number = groups.number "
-            f"AND what IN ('issued', 'reissued')) FROM groups WHERE {OPEN} AND finished_at IS NULL"
-        )
-    )
-
-
-def awaits_record(db: sqlite3.Connection, number: int, *, attempt: int) -> bool:
-    """Whether a record of `attempt` is the result that open group `number` waits for."""
-    finished_at, first = db.execute("SELECT finished_at, attempt FROM groups WHERE number = ?", (number,)).fetchone()
-    return finished_at is None and attempt >= first
-
-
-def last_start(db: sqlite3.Connection) -> int | None:
-    return db.execute("SELECT max(start) FROM starts").fetchone()[0]
-
-
-def last_start_row(db: sqlite3.Connection) -> tuple[int | None, int | None, int]:
-    """Number, step that it went on from, groups that it returned; (None, None, 0) before the first."""
-    row = db.execute("SELECT start, from_step, returned FROM starts ORDER BY start DESC LIMIT 1").fetchone()
-    return row or (None, None, 0)
-
-
-def last_limits(db: sqlite3.Connection) -> Limits:
-    row = db.execute("SELECT max_staleness, credits, retries FROM starts ORDER BY start DESC LIMIT 1").fetchone()
-    return Limits(max_staleness=row[0], credits=row[1], retries=row[2]) if row else Limits()
+def last_start(db: sqlite3.Connection) -> tuple[int, int | None, int, Limits] | None:
+    """Number, step that it went on from, groups that it returned, and its limits; None before the first."""
+    row = db.execute(
+        "SELECT start, from_step, returned, max_staleness, credits, retries FROM starts ORDER BY start DESC LIMIT 1"
+    ).fetchone()
+    return (*row[:3], Limits(max_staleness=row[3], credits=row[4], retries=row[5])) if row else None
 
 
 def last_version(db: sqlite3.Connection) -> int:
@@ -152,21 +215,6 @@ def last_commit(db: sqlite3.Connection) -> int:
     """The newest committed step of the surviving lineage; 0 before the first."""
     newest = "SELECT max(version) FROM steps WHERE dropped_start IS NULL AND committed_at IS NOT NULL"
     return db.execute(newest).fetchone()[0] or 0
-
-
-def live_step(db: sqlite3.Connection, version: int) -> tuple[int, int] | None:
-    """Row and start of step `version` in the surviving lineage."""
-    return db.execute(
-        "SELECT step, start FROM steps WHERE version = ? AND dropped_start IS NULL", (version,)
-    ).fetchone()
-
-
-def trained_in(db: sqlite3.Connection, number: int) -> int | None:
-    """Version of the live step that holds a group."""
-    row = db.execute(
-        "SELECT version FROM step_groups JOIN steps USING (step) WHERE number = ? AND is_live", (number,)
-    ).fetchone()
-    return row[0] if row else None
 
 
 def groups_of_steps_after(db: sqlite3.Connection, version: int) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from .errors import LedgerError
+from miles_tito.errors import MilesError
 
 APPLICATION_ID = 0x4D4C4547
 """`MLEG`, in the header of the file."""
@@ -117,7 +117,7 @@ CREATE TABLE step_groups (
 CREATE UNIQUE INDEX trained_once ON step_groups (number) WHERE is_live;
 """
 
-_HAPPENINGS = """
+_EVENTS = """
 ALTER TABLE steps ADD COLUMN facts TEXT NOT NULL DEFAULT '{}';      -- JSON: seconds, tokens, …
 CREATE TABLE happenings (
     happening INTEGER PRIMARY KEY,
@@ -142,8 +142,12 @@ CREATE TABLE evaluations (
 );
 """
 
-STEPS = (_RUN, _HAPPENINGS)
+STEPS = (_RUN, _EVENTS)
 SCHEMA_VERSION = len(STEPS)
+
+
+class LedgerError(MilesError, RuntimeError):
+    """The ledger cannot be opened or written, or an event contradicts what it holds. The run can be resumed."""
 
 
 def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
@@ -154,20 +158,14 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
     """
     if not create and not path.exists():
         raise LedgerError(f"There is no ledger at {path}. Name the directory of a run that was started.")
-    db = _opened(path, f"file:{quote(str(path))}?mode={'rwc' if create else 'rw'}")
-    try:
+    db = _open(path, f"mode={'rwc' if create else 'rw'}")
+    with _closed_on_error(db, path):
         if not _objects(db):
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         version = _checked_version(db, path)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         _migrate(db, version)
-    except sqlite3.Error as error:
-        db.close()
-        raise damaged(path, error) from error
-    except LedgerError:
-        db.close()
-        raise
     return db
 
 
@@ -181,21 +179,17 @@ def connect_readonly(path: Path) -> sqlite3.Connection:
         raise LedgerError(f"There is no ledger at {path}. Name the directory of a run that was started.")
     # Beside a log that nobody may write next to, the file has to be taken as it is.
     alone = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
-    db = _opened(path, f"file:{quote(str(path))}?{'immutable=1' if alone else 'mode=ro'}")
-    try:
+    db = _open(path, "immutable=1" if alone else "mode=ro")
+    with _closed_on_error(db, path):
         if not _objects(db):
             raise LedgerError(f"{path} is empty: its run ended before it began.")
         version = _checked_version(db, path)
-        if version < SCHEMA_VERSION:
-            db = _copy_in_memory(db)
+        if version < SCHEMA_VERSION:  # which a reader needs in the present schema, and must not change
+            file, db = db, sqlite3.connect(":memory:", isolation_level=None)
+            file.backup(db)
+            file.close()
             _migrate(db, version)
         db.execute("PRAGMA query_only = ON")
-    except sqlite3.Error as error:
-        db.close()
-        raise damaged(path, error) from error
-    except LedgerError:
-        db.close()
-        raise
     return db
 
 
@@ -219,27 +213,32 @@ def damaged(path: Path, error: sqlite3.Error) -> LedgerError:
     )
 
 
-def _opened(path: Path, uri: str) -> sqlite3.Connection:
+def _open(path: Path, options: str) -> sqlite3.Connection:
     if path.exists() and not path.is_file():  # SQLite would wait on a pipe for ever
         raise LedgerError(f"{path} is no file; a ledger is. Name the directory of a run.")
+    uri = f"file:{quote(str(path))}?{options}"
     try:
         return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30.0, check_same_thread=False)
     except sqlite3.Error as error:
         raise LedgerError(f"{path} cannot be opened: {error}.") from error
 
 
+@contextmanager
+def _closed_on_error(db: sqlite3.Connection, path: Path) -> Generator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        db.close()
+        raise damaged(path, error) from error
+    except LedgerError:
+        db.close()
+        raise
+
+
 def _migrate(db: sqlite3.Connection, version: int) -> None:
     """Each step with its number in one transaction: a process that dies in between leaves a whole older schema."""
     for number in range(version, SCHEMA_VERSION):
         db.executescript(f"BEGIN IMMEDIATE; {STEPS[number]} PRAGMA user_version = {number + 1}; COMMIT;")
-
-
-def _copy_in_memory(db: sqlite3.Connection) -> sqlite3.Connection:
-    """An older file that a reader needs in the present schema, and must not change."""
-    copy = sqlite3.connect(":memory:", isolation_level=None)
-    db.backup(copy)
-    db.close()
-    return copy
 
 
 def _objects(db: sqlite3.Connection) -> int:

@@ -1,4 +1,4 @@
-"""One connection that writes: a transaction for each tick of the event loop, and what happens when one fails."""
+"""The connection that writes: a transaction for each tick of the event loop, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import sqlite3
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from .errors import LedgerError
-from .schema import damaged
+from .schema import LedgerError, damaged
+
+T = TypeVar("T")
 
 
 class Transactions:
-    """Groups writes into transactions. After the first that fails nothing is written any more."""
+    """Groups the ledger's writes into transactions. After the first that fails nothing is written any more."""
 
     def __init__(self, db: sqlite3.Connection, *, path: Path) -> None:
         self._db = db
         self._path = path
-        self._num_writes = 0
         self._failure: LedgerError | None = None
         self._flush_in: asyncio.AbstractEventLoop | None = None
         """The loop whose present tick will end with a flush."""
@@ -27,17 +28,18 @@ class Transactions:
 
     def flush(self) -> None:
         """End the present transaction, so that readers see it and a killed process leaves it behind."""
-        self._raise_failure()
-        if not self._db.in_transaction:
-            return
-        try:
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._fail(error) from error
+        if self._failure is not None:
+            raise self._failure
+        if self._db.in_transaction:
+            try:
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise self._fail(error) from error
 
     async def watch(self) -> None:
-        """Runs until a write fails, and raises it; maybe nothing else is happening that would tell."""
-        self._raise_failure()
+        """Runs until a write fails, and raises it: there may be no further call that would."""
+        if self._failure is not None:
+            raise self._failure
         watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers.append(watcher)
         try:
@@ -45,17 +47,28 @@ class Transactions:
         finally:
             self._watchers.remove(watcher)
 
-    @contextmanager
-    def _reading(self) -> Generator[sqlite3.Connection]:
+    def close(self) -> None:
+        """Write what is left; the file alone then is the whole ledger. Once more does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
-            yield self._db
+            if self._failure is None:
+                self.flush()
+        finally:
+            self._db.close()
+
+    def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return query(self._db)
         except sqlite3.DatabaseError as error:
             raise damaged(self._path, error) from error
 
     @contextmanager
     def _writing(self) -> Generator[sqlite3.Connection]:
-        """A part of the present tick's transaction."""
-        self._raise_failure()
+        """Writes within the present tick's transaction, which is flushed at its end; at once where no loop runs."""
+        if self._failure is not None:
+            raise self._failure
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -63,8 +76,8 @@ class Transactions:
         except sqlite3.Error as error:
             raise self._fail(error) from error
         finally:
-            self._num_writes += 1
-            self._flush_soon()
+            if self._failure is None:
+                self._flush_soon()
 
     def _durably(self, write: Callable[[sqlite3.Connection], object]) -> None:
         """`write` in a transaction of its own, on the device with all before it when this returns."""
@@ -80,9 +93,6 @@ class Transactions:
                 self._db.execute("PRAGMA synchronous = NORMAL")
 
     def _flush_soon(self) -> None:
-        """At the end of this tick of the event loop; at once where there is none."""
-        if self._failure is not None:
-            return
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -94,10 +104,9 @@ class Transactions:
 
     def _flush_tick(self) -> None:
         self._flush_in = None
-        if self._is_closed:
-            return
-        with suppress(LedgerError):  # kept: the next call raises it, and `watch` does now
-            self.flush()
+        if not self._is_closed:
+            with suppress(LedgerError):  # kept: the next call raises it, and `watch` does now
+                self.flush()
 
     def _fail(self, error: sqlite3.Error) -> LedgerError:
         """Nothing is written any more: what came after this would stand behind a hole."""
@@ -113,7 +122,3 @@ class Transactions:
             if not watcher.done():
                 watcher.set_exception(self._failure)
         return self._failure
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure

@@ -1,6 +1,6 @@
-"""The invariants of a run, each held against the ledger's rows. A sentence for each one that does not hold.
+"""The invariants of a run, each checked against the ledger's rows; a sentence for each one that is broken.
 
-Changes, groups and steps are recorded apart; where they tell the same thing twice, they are compared.
+Changes, groups and steps are recorded apart; where two of them hold the same fact, they are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from miles_rollout.fates import Fate
 
 from . import queries
-from .versions import effective_versions
+from .queries import effective_versions
 
 EXAMPLES = 3
 """Cases that a sentence names."""
@@ -20,7 +20,7 @@ _FINAL = ", ".join(f"'{fate}'" for fate in Fate if fate.is_final)
 
 
 def verify(db: sqlite3.Connection) -> list[str]:
-    """What contradicts what; empty when every invariant holds."""
+    """What contradicts what; empty when every invariant is kept."""
     (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if state != "ok":
         return [f"The file is damaged: {' '.join(state.split())}."]
@@ -43,13 +43,13 @@ def _every_group_has_one_fate(db: sqlite3.Connection) -> Iterator[str]:
         yield f"{issued} groups were issued, but {counts.issued} are known: {abs(counts.issued - issued)} are lost."
     if counts.lost:
         yield f"{counts.lost} of {counts.issued} groups have a fate that does not exist."
-    yield from _told(
+    yield from _about(
         "issued more or less often than once",
         db.execute("SELECT number FROM changes GROUP BY number HAVING sum(what = 'issued') <> 1"),
         db,
     )
     # SQLite takes a bare column beside max() from the row of the maximum.
-    yield from _told(
+    yield from _about(
         "with another fate than the last change gave",
         db.execute(
             "SELECT number FROM groups LEFT JOIN (SELECT number, what, max(change) FROM changes GROUP BY number) "
@@ -58,7 +58,7 @@ def _every_group_has_one_fate(db: sqlite3.Connection) -> Iterator[str]:
         ),
         db,
     )
-    yield from _told(
+    yield from _about(
         "with two final fates",
         db.execute(
             f"SELECT number FROM changes GROUP BY number HAVING sum(what IN ({_FINAL})) - sum(what = 'returned') > 1"
@@ -68,7 +68,7 @@ def _every_group_has_one_fate(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _every_group_is_trained_once(db: sqlite3.Connection) -> Iterator[str]:
-    yield from _told(
+    yield from _about(
         "in more than one step of the surviving lineage",
         db.execute(
             "SELECT number FROM step_groups JOIN steps USING (step) WHERE dropped_start IS NULL "
@@ -76,7 +76,7 @@ def _every_group_is_trained_once(db: sqlite3.Connection) -> Iterator[str]:
         ),
         db,
     )
-    yield from _told(
+    yield from _about(
         "trained but in no step that survives, or in one without being trained",
         db.execute(
             "SELECT number FROM groups LEFT JOIN (SELECT number, step FROM step_groups JOIN steps USING (step) "
@@ -84,7 +84,7 @@ def _every_group_is_trained_once(db: sqlite3.Connection) -> Iterator[str]:
         ),
         db,
     )
-    yield from _told(
+    yield from _about(
         "trained without a recorded result",
         db.execute("SELECT number FROM groups WHERE fate = 'trained' AND finished_at IS NULL"),
         db,
@@ -140,7 +140,7 @@ def _nothing_trained_is_too_old(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _rewards_are_earned(db: sqlite3.Connection) -> Iterator[str]:
-    yield from _told(
+    yield from _about(
         "with an episode whose outcome carries no reward and that has one, or the reverse",
         db.execute(
             "SELECT DISTINCT number FROM episodes WHERE (reward IS NULL) <> (outcome NOT IN ('graded', 'policy_limit'))"
@@ -149,7 +149,7 @@ def _rewards_are_earned(db: sqlite3.Connection) -> Iterator[str]:
     )
 
 
-def _told(what: str, rows: Iterable[tuple[int]], db: sqlite3.Connection) -> Iterator[str]:
+def _about(what: str, rows: Iterable[tuple[int]], db: sqlite3.Connection) -> Iterator[str]:
     """One sentence about all groups in `rows`, if there are any."""
     numbers = [number for (number,) in rows]
     if numbers:

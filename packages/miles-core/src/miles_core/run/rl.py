@@ -33,7 +33,7 @@ from miles_core.evaluation.build import build_evaluator
 from miles_core.evaluation.evaluator import Evaluator, NoEvaluator
 from miles_core.evaluation.points import EvalLog
 from miles_core.evaluation.shared import InFlight
-from miles_core.ledger import Ledger, Limits, adopt_spooled
+from miles_core.ledger import Ledger, Limits
 from miles_core.monitor import Monitor, MultiMonitor
 from miles_core.monitor.alarms import Alarms
 from miles_core.monitor.metrics import Arrivals
@@ -127,7 +127,7 @@ class RLRun:
         self._checkpoints.clean()
         found = self._checkpoints.latest()
         self._check_commits(found.step if found else 0)
-        adopted = adopt_spooled(self._ledger, self._run_dir.trajectories)
+        recovered = self._ledger.recover_spooled(self._run_dir.trajectories)
         start = self._ledger.start(
             None if self._ledger.is_new else found.step if found else 0,
             limits=Limits(
@@ -139,7 +139,7 @@ class RLRun:
         )
         if start:
             step = found.step if found else 0
-            logger.info("start %d goes on from step %d; %d groups were on disk alone", start, step, adopted)
+            logger.info("start %d goes on from step %d; %d groups were on disk alone", start, step, recovered)
 
     def _check_commits(self, step: int) -> None:
         """What the ledger calls committed must be there: going on from less would undo it without a word."""

@@ -151,7 +151,7 @@ ENDLESS = "WITH RECURSIVE endless(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM en
 
 def test_a_query_without_an_end_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its time, or by its rows, before it has filled the memory."""
-    monkeypatch.setattr(ledger_overview, "MOST_ROWS", 1000)
+    monkeypatch.setattr(ledger_overview, "MAX_ROWS", 1000)
     with pytest.raises(LedgerError, match="more than 1,000 rows"):
         query(run / "ledger.db", ENDLESS + "n FROM endless")
     monkeypatch.setattr(ledger_overview, "QUERY_S", 0.05)

@@ -11,7 +11,7 @@ import pytest
 from core_records import make_group
 from ledger_life import event, issue, reopen
 from miles_core.durable.spool import SpoolAddress, SpoolWriter
-from miles_core.ledger import Ledger, adopt_spooled
+from miles_core.ledger import Ledger
 from miles_rollout.fates import Fate
 from miles_tito.records import Group
 from miles_tito.records.summary import summarize
@@ -29,8 +29,8 @@ def test_a_group_that_nobody_was_told_of_is_not_run_again(ledger: Ledger, tmp_pa
     ledger(event("g3", Fate.ABORTED))
     writer.append(make_group("g3", [[5], [6]]))
     again = reopen(ledger)
-    assert adopt_spooled(again, tmp_path) == 1
-    assert adopt_spooled(again, tmp_path) == 0
+    assert again.recover_spooled(tmp_path) == 1
+    assert again.recover_spooled(tmp_path) == 0
     again.start(0)
     assert [(group.id, group.address) for group in again.open_groups()] == [("g0", known), ("g1", None), ("g2", lost)]
     assert again.verify() == []
@@ -47,7 +47,7 @@ def test_a_record_of_an_attempt_that_was_given_up_is_left(ledger: Ledger, tmp_pa
     writer.append(at_attempt(make_group("g0", [[5], [6]]), 2))
     writer.close()
     again = reopen(again)
-    assert adopt_spooled(again, tmp_path) == 1
+    assert again.recover_spooled(tmp_path) == 1
     again.start(0)
     (group,) = again.open_groups()
     assert group.address is not None
@@ -63,7 +63,7 @@ def test_files_that_were_not_written_since_are_not_opened(ledger: Ledger, tmp_pa
         writer.close()
     os.utime(tmp_path / "old.000.spool", (1.0, 1.0))
     again = reopen(ledger)
-    assert adopt_spooled(again, tmp_path) == 1
+    assert again.recover_spooled(tmp_path) == 1
     again.start(0)
     assert again.open_groups()[0].address == SpoolAddress(file="new.000.spool", offset=0)
     again.close()
@@ -82,7 +82,7 @@ def test_a_damaged_record_runs_again_and_does_not_keep_the_run_from_going_on(
     file.write_bytes(content[: last.offset + 30])  # and the last is torn
     again = reopen(ledger)
     with caplog.at_level(logging.WARNING):
-        assert adopt_spooled(again, tmp_path) == 2
+        assert again.recover_spooled(tmp_path) == 2
     assert "have checksum" in caplog.text
     again.start(0)
     assert [group.address is not None for group in again.open_groups()] == [True, False, True, False]
