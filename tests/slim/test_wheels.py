@@ -55,6 +55,12 @@ def test_a_wheel_holds_its_package_its_types_and_the_licence_and_nothing_else(na
     assert not [n for n in names if {"tests", "__pycache__"} & set(Path(n).parts) or Path(n).name.startswith("test_")]
 
 
+def test_the_wheel_of_core_holds_the_page_of_the_report(wheels: Path):
+    with zipfile.ZipFile(find_wheel(wheels, "miles-core")) as archive:
+        names = set(archive.namelist())
+    assert {f"miles_core/report/page.{ending}" for ending in ("html.j2", "css", "js")} <= names
+
+
 def test_the_root_wheel_is_metadata_only(wheels: Path):
     with zipfile.ZipFile(find_wheel(wheels, "miles")) as archive:
         assert {n.partition("/")[0] for n in archive.namelist()} == {"miles-0.1.0.dist-info"}

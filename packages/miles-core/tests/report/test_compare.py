@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from long_run import LongRun, play
 from miles_core import cli, report
 from miles_core.monitor import JsonlMonitor
-from miles_core.report.compare import Line, Value, differing_keys, lines, to_text
-from miles_core.report.markup import percent
-from miles_core.report.overlay import MOST_POINTS, by_step, by_time, on_grid
-from miles_core.report.read import read_run
+from miles_core.report.charts import Chart, thin
+from miles_core.report.compare import MOST_POINTS, Line, Value, charts, differing_keys, lines, to_text
+from miles_core.report.page import percent
+from miles_core.report.run_data import read_run
 from test_report import HOSTILE, Page
 
 
@@ -38,6 +38,10 @@ def page_of(*runs: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
+def chart_of(title: str, found: list[Chart]) -> Chart:
+    return next(chart for chart in found if chart.title == title)
+
+
 def line_of(name: str, *runs: Path) -> Line:
     return next(line for line in lines([read_run(run) for run in runs]) if line.name == name)
 
@@ -50,7 +54,14 @@ def test_two_runs_with_everything_are_compared_on_one_page(tmp_path):
         assert text in page.words
     assert "Seconds since the first start of each run." in page.words
     assert (tmp_path / "compare.html").exists()
-    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert [attrs.get("type") for tag, attrs in page.tags if tag == "script"] == ["application/json", None]
+    for name in ("by-step", "by-time"):
+        titles = [chart["title"] for chart in page.data["charts"][name]]
+        assert titles == ["Reward", "Seconds a step", "Throughput", "Engines busy"]
+        assert [[series["name"] for series in chart["series"]] for chart in page.data["charts"][name]] == [
+            ["a", "b"]
+        ] * 4
+        assert name in [attrs.get("data-charts") for _, attrs in page.tags]
 
 
 def test_runs_in_any_state_compare(tmp_path):
@@ -87,7 +98,7 @@ def test_each_dataset_has_its_line_and_its_chart(tmp_path):
     b = make(tmp_path / "b", rewards(0.5, **{"eval/score": 0.5}))
     assert line_of("held-out score: maths", a, b).text(0) == "0.400 [0.300, 0.500]"
     assert line_of("held-out score: code", a, b).difference(1) == ""
-    titles = [chart.title for chart in by_step([read_run(a), read_run(b)], ["a", "b"])]
+    titles = [chart.title for chart in charts([read_run(a), read_run(b)], ["a", "b"])[0]]
     assert titles[:3] == ["Held-out score", "Held-out score: maths", "Held-out score: code"]
 
 
@@ -98,7 +109,7 @@ def test_supervised_runs_compare_by_their_loss(tmp_path):
 
 
 def test_shares_differ_in_points():
-    line = Line(name="busy", values=[Value(number=0.8), Value(number=0.6)], show=percent, better="up")
+    line = Line(name="busy", values=[Value(0.8), Value(0.6)], show=percent, better="up")
     assert (line.text(1), line.difference(1), line.verdict(1)) == ("60 %", "\N{MINUS SIGN}20 points", "worse")
 
 
@@ -126,10 +137,10 @@ def test_fates_come_from_the_ledger_or_from_the_metrics(tmp_path):
 
 def test_lines_of_different_lengths_share_the_axis(tmp_path):
     runs = [read_run(make(tmp_path / "a", rewards(0.1, 0.2))), read_run(make(tmp_path / "b", rewards(*[0.5] * 5)))]
-    reward = next(chart for chart in by_step(runs, ["a", "b"]) if chart.title == "Reward")
-    assert list(reward.x) == [1, 2, 3, 4, 5]
-    assert list(reward.series[0].values[:2]) == [0.1, 0.2]
-    assert all(math.isnan(value) for value in reward.series[0].values[2:])
+    reward = chart_of("Reward", charts(runs, ["a", "b"])[0])
+    assert reward.x_range == (1, 5)
+    assert [list(series.x) for series in reward.series] == [[1, 2], [1, 2, 3, 4, 5]]
+    assert list(reward.series[0].values) == [0.1, 0.2]
 
 
 def test_time_without_a_process_shows_on_the_axis_of_time(tmp_path):
@@ -143,26 +154,28 @@ def test_time_without_a_process_shows_on_the_axis_of_time(tmp_path):
     run.start(1)
     run.step(2, names[1:])
     runs = [read_run(run.write())]
-    reward = next(chart for chart in by_time(runs, ["a"]) if chart.title == "Reward")
+    reward = chart_of("Reward", charts(runs, ["a"])[1])
     assert reward.x_name == "minutes"
-    assert reward.x[-1] - reward.x[0] == pytest.approx(5010 / 60)
+    (x,) = [series.x for series in reward.series]
+    assert x[-1] - x[0] == pytest.approx(5010 / 60)
 
 
-def test_long_runs_are_thinned_to_one_grid(tmp_path):
+def test_long_runs_are_thinned(tmp_path):
     a = make(tmp_path / "a", rewards(*[0.1] * 1000))
-    chart = next(c for c in by_step([read_run(a)], ["a"]) if c.title == "Reward")
-    assert len(chart.x) == MOST_POINTS
-    assert np.allclose(chart.series[0].values, 0.1)
+    for found in charts([read_run(a)], ["a"]):
+        (series,) = chart_of("Reward", found).series
+        assert len(series.x) == len(series.values) == MOST_POINTS
+        assert np.allclose(series.values, 0.1)
+        assert np.all(np.diff(series.x) >= 0)
 
 
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=30, unique=True), st.booleans())
-def test_no_value_leaves_the_range_of_its_run(x, bridge):
-    places = np.sort(np.array(x))
-    values = np.sin(places)
-    found = np.array(on_grid(places, values, np.linspace(-10, 110, 50), bridge=bridge))
-    known = found[np.isfinite(found)]
-    assert len(known)
-    assert values.min() - 1e-9 <= known.min() <= known.max() <= values.max() + 1e-9
+@given(st.lists(st.one_of(st.floats(0, 100), st.just(math.nan)), min_size=1, max_size=30), st.integers(1, 20))
+def test_no_value_leaves_the_range_of_its_run(values, limit):
+    rows = [{"step": float(step), "reward/mean": value} for step, value in enumerate(values, start=1)]
+    found = [row["reward/mean"] for row in thin(rows, limit) if math.isfinite(row["reward/mean"])]
+    known = [value for value in values if math.isfinite(value)]
+    assert bool(found) == bool(known)
+    assert not found or min(known) - 1e-9 <= min(found) <= max(found) <= max(known) + 1e-9
 
 
 def test_hostile_names_and_values_stay_text(tmp_path):
@@ -172,7 +185,7 @@ def test_hostile_names_and_values_stay_text(tmp_path):
     assert "b" not in {tag for tag, _ in page.tags}
     assert "img" not in {tag for tag, _ in page.tags}
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
-    assert "\u202e" not in page.words
+    assert "\u202e" not in page.words + json.dumps(page.data, ensure_ascii=False)
 
 
 def test_the_command_prints_the_numbers_and_the_path(tmp_path, capsys):

@@ -16,8 +16,9 @@ from miles_core.durable.spool import SpoolWriter
 from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.report.charts import by_lag, main_charts, other_charts, thin
-from miles_core.report.conversations import pick
-from miles_core.report.read import _sparse, read_run
+from miles_core.report.conversations import pick_episodes
+from miles_core.report.run_data import _sparse, read_run
+from miles_core.text import visible
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Episode, Group, Outcome
 from miles_tito.records.summary import summarize
@@ -44,7 +45,22 @@ class Page(HTMLParser):
 
     @property
     def words(self) -> str:
+        """What is read without scripting."""
         return " ".join("".join(self.text).split())
+
+    @property
+    def data(self) -> dict:
+        """What the script draws."""
+        return json.loads(self.scripts[0])
+
+    @property
+    def conversations(self) -> str:
+        """The text of all token strips."""
+        items = [item for strip in self.data["strips"] for block in strip for item in block["items"]]
+        return "".join(item[1] for item in items if isinstance(item, list))
+
+    def titles(self, charts: str) -> list[str]:
+        return [chart["title"] for chart in self.data["charts"][charts]]
 
 
 def page_of(run_dir) -> Page:
@@ -53,22 +69,24 @@ def page_of(run_dir) -> Page:
 
 def test_a_finished_run_shows_its_result_every_chart_and_both_ends_of_the_conversation(make_run):
     page = page_of(make_run())
-    assert "0.910+0.600 from 0.310" in page.words
+    assert "held-out score0.910+0.600 from 0.310" in page.words
     assert "issued 1080 = trained 960 + filtered 120" in page.words
-    for title in ("Reward", "Episode length", "Staleness", "Log-prob gap", "Time of a step", "Fates", "env/format_ok"):
-        assert title in page.words
-    assert "not measured" not in page.words
+    assert {"Reward", "Episode length", "Staleness", "Log-prob gap", "Time of a step", "Fates"} <= {
+        *page.titles("main")
+    }
+    assert "env/format_ok" in page.titles("more")
+    assert all("y_axis" in chart for charts in page.data["charts"].values() for chart in charts), "none is empty"
     assert "worst of its group" in page.words
-    assert "Answer: 395" in page.words
+    assert "Answer: 395" in page.conversations
 
 
 def test_the_page_loads_nothing_and_forbids_every_script_but_its_own(make_run):
     page = page_of(make_run())
     assert not [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "srcset")]
-    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert [attrs.get("type") for tag, attrs in page.tags if tag == "script"] == ["application/json", None]
     assert not re.search(r"@import|url\(", "".join(page.text))
     (policy,) = [attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs]
-    (script,) = page.scripts
+    _, script = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" == policy
 
@@ -79,13 +97,39 @@ def test_hostile_text_stays_text(make_run):
     JsonlMonitor(run).log(61, {f"env/{HOSTILE}": 1.0, "eval/score": math.inf})
     page = page_of(run)
     allowed = "html head meta title style body main header div h1 span button p ul li small strong section figure "
-    allowed += "figcaption h3 h2 svg path details summary i b pre footer code script table thead tbody tr th td"
+    allowed += "h2 details summary i b pre footer code script table thead tbody tr th td noscript"
     assert {tag for tag, _ in page.tags} <= set(allowed.split())
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
     assert "<script>alert(1)</script>" in page.words
-    assert "\u202e" not in page.words
+    assert "<script>alert(1)</script>" in page.conversations
+    assert f"env/{visible(HOSTILE)}" in page.titles("more")
+    assert not set(page.scripts[0]) & set("<>&\u2028\u2029"), "nothing can end the element or begin another"
+    assert "\u202e" not in page.words + page.scripts[0]
     assert "\\u202e" in page.words
+    assert "\\u202e" in page.conversations
     assert "\x00" not in report.write(run).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["</script>", "</ScRiPt ", "<!--<script>", "]]>", "&lt;/script&gt;", "\u2028"])
+def test_no_text_ends_the_element_that_the_data_stands_in(make_run, text):
+    run = make_run(steps=2, texts=[(text, "b"), ("c",), ("d", "<|im_end|>"), ("e",), (text,)])
+    JsonlMonitor(run).log(3, {f"env/{text}": 1.0})
+    html = report.write(run).read_text(encoding="utf-8")
+    assert html.lower().count("<script") == html.lower().count("</script") == 2
+    assert "<!--" not in html
+    page = Page(html)
+    assert f"env/{visible(text)}" in page.titles("more")
+    assert page.conversations.startswith(visible(text))
+
+
+def test_head_figures_and_fates_are_tables_that_need_no_script(make_run):
+    html = report.write(make_run()).read_text(encoding="utf-8")
+    without = Page(re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL))
+    assert "quickstart" in without.words
+    assert "held-out score0.910" in without.words
+    assert "issued 1080 = trained 960" in without.words
+    assert "which is switched off" in without.words
+    assert [attrs.get("class") for tag, attrs in without.tags if tag == "table"] == ["figures"]
 
 
 def test_a_killed_run_says_so_and_shows_what_it_has(make_run):
@@ -98,7 +142,7 @@ def test_a_killed_run_says_so_and_shows_what_it_has(make_run):
     assert "not finished" in page.words
     assert "it is still going on, or it was killed" in page.words
     assert "60 steps" in page.words
-    assert "Answer: 395" in page.words
+    assert "Answer: 395" in page.conversations
 
 
 def test_an_empty_run_says_that_nothing_was_logged(tmp_path):
@@ -111,7 +155,7 @@ def test_an_empty_run_says_that_nothing_was_logged(tmp_path):
 def test_a_run_without_its_tokenizer_shows_ids(make_run):
     run = make_run()
     (run / "model" / "tokenizer.json").unlink()
-    assert "[0] [1] [2]" in page_of(run).words
+    assert "[0] [1] [2]" in page_of(run).conversations
 
 
 def test_damaged_files_become_notes(make_run):
@@ -183,7 +227,7 @@ def test_a_damaged_ledger_becomes_a_note(make_run):
     (run / "ledger.db").write_bytes(b"SQLite format 3\0" + bytes(5000))
     page = page_of(run)
     assert "The ledger could not be read" in page.words
-    assert "Answer: 395" in page.words, "the spools still hold conversations"
+    assert "Answer: 395" in page.conversations, "the spools still hold conversations"
 
 
 def _groups_of(run):
@@ -213,8 +257,8 @@ def test_an_episode_without_a_reward_is_shown_beside_the_scored_ones(make_run):
         trajectories=group.episodes[0].trajectories,
     )
     alike = Group(id=group.id, prompt_id=group.prompt_id, episodes=(group.episodes[0], failed))
-    assert [s.label for s in pick([(alike, "")])] == ["all of its group alike", "without a reward"]
-    assert pick([]) == []
+    assert [s.label for s in pick_episodes([(alike, "")])] == ["all of its group alike", "without a reward"]
+    assert pick_episodes([]) == []
 
 
 def test_sft_shows_the_loss_on_demonstrations_and_no_empty_charts(tmp_path):
@@ -222,16 +266,15 @@ def test_sft_shows_the_loss_on_demonstrations_and_no_empty_charts(tmp_path):
     for step in (1, 2, 3):
         monitor.log(step, {"loss/nll": 2.0 / step, "time/step": 0.1, "time/train": 0.1})
     page = page_of(tmp_path)
-    assert "Demonstrations" in page.words
-    assert "Staleness" not in page.words
-    assert "not measured" not in page.words
+    assert page.titles("main") == ["Demonstrations", "Time of a step"]
+    assert all("y_axis" in chart for charts in page.data["charts"].values() for chart in charts), "none is empty"
 
 
 def test_the_warm_up_before_rl_has_a_chart(make_run):
     run = make_run(steps=3)
     (run / "sft").mkdir()
     JsonlMonitor(run / "sft").log(1, {"loss/nll": 2.0})
-    assert "Warm-up" in page_of(run).words
+    assert "Warm-up" in page_of(run).titles("main")
 
 
 def test_a_long_run_is_thinned_with_maxima_counts_and_means_kept():

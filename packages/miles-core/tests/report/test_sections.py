@@ -8,10 +8,10 @@ import time
 import pytest
 from long_run import LongRun, finish_run, play
 from miles_core import report
-from miles_core.report import book
-from miles_core.report.evaluations import chart, read_evaluations
-from miles_core.report.happenings import LATEST
-from miles_core.report.read import read_run
+from miles_core.report import run_data
+from miles_core.report.history import MOST_EVENTS, read_evaluations
+from miles_core.report.run_data import read_ledger, read_run
+from miles_core.report.write import score_charts
 from miles_rollout.fates import Fate
 from test_report import HOSTILE, page_of
 
@@ -21,15 +21,21 @@ SECTIONS = ("Evaluation", "Fates", "Wasted tokens", "Where the time went", "Time
 def test_every_section_of_a_run_that_had_everything(tmp_path):
     play(tmp_path / "run")
     page = page_of(tmp_path / "run")
-    for title in (*SECTIONS, "Discarded rollouts", "Weight update", "Held-out score"):
+    for title in (*SECTIONS, "Discarded rollouts"):
         assert title in page.words, title
+    assert "Weight update" in page.titles("main")
+    assert page.titles("scores") == ["Held-out score"]
     assert "zero_spread" in page.words
     assert "ConnectionError: sandbox gone" in page.words
     assert "TimeoutError: 600 s were not enough" in page.words
     assert "the trainer is back at step" in page.words
     assert "healthy → dead: exit code -9" in page.words
-    for lane in ("worker-0", "worker-1", "engines", "trainer", "weight update", "evaluation", "checkpoints"):
-        assert f"{lane}" in page.words, lane
+    assert [lane["name"] for lane in page.data["timeline"]["lanes"]] == [
+        *("worker-0", "worker-1", "engines", "trainer", "weight update", "evaluation", "checkpoints"),
+        "no engine served",
+    ]
+    assert page.data["timeline"]["marks"][0]["text"] == "start"
+    assert [mark["is_rewind"] for mark in page.data["timeline"]["marks"]] == [False, True, True]
 
 
 def test_a_run_that_goes_on_is_read_while_it_writes(tmp_path):
@@ -38,8 +44,8 @@ def test_a_run_that_goes_on_is_read_while_it_writes(tmp_path):
     running, waiting = run.issue(), run.issue()
     run.finish(waiting)
     page = page_of(tmp_path)
-    assert "open: running1 group" in page.words
-    assert "open: in the buffer1 group" in page.words
+    assert "open: running 1 group" in page.words
+    assert "open: in the buffer 1 group" in page.words
     assert "Discarded rollouts" not in page.words
     assert running
 
@@ -54,20 +60,20 @@ def test_all_sections_tell_of_one_moment_of_a_run_that_goes_on(tmp_path, monkeyp
         run.ledger.event("engine", "http://e", "healthy → dead")
         return read_evaluations(db)
 
-    monkeypatch.setattr(book, "read_evaluations", meanwhile)
-    read = book.read_book(tmp_path, [])
+    monkeypatch.setattr(run_data, "read_evaluations", meanwhile)
+    read = read_ledger(tmp_path, [])
     assert read is not None
-    assert (read.fates.issued, [h.kind for h in read.happenings.latest]) == (1, ["start"])
+    assert (read.fates.issued, [kind for kind, *_ in read.events["newest"]]) == (1, ["start"])
     monkeypatch.undo()
-    again = book.read_book(tmp_path, [])
+    again = read_ledger(tmp_path, [])
     assert again is not None
-    assert (again.fates.issued, len(again.happenings.latest)) == (6, 2)
+    assert (again.fates.issued, len(again.events["newest"])) == (6, 2)
 
 
 def test_a_run_without_a_ledger_has_the_timeline_of_its_metrics_alone(make_run):
     page = page_of(make_run())
     assert "Timeline" in page.words
-    assert "weight update" in page.words
+    assert "weight update" in [lane["name"] for lane in page.data["timeline"]["lanes"]]
     for title in ("Fates What became", "Wasted tokens", "Where the time went", "What happened"):
         assert title not in page.words
 
@@ -83,10 +89,10 @@ def test_what_the_ledger_says_stays_text(tmp_path):
     play(tmp_path / "run", hostile=HOSTILE)
     page = page_of(tmp_path / "run")
     assert "<script>alert(1)</script>" in page.words
-    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert [attrs.get("type") for tag, attrs in page.tags if tag == "script"] == ["application/json", None]
     assert "img" not in {tag for tag, _ in page.tags}
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
-    assert "\u202e" not in page.words
+    assert "\u202e" not in page.words + page.scripts[0]
 
 
 def test_a_discarded_group_whose_record_is_gone_is_told(tmp_path):
@@ -111,7 +117,7 @@ def test_reasons_beyond_the_most_frequent_are_added_up(tmp_path):
     assert len([tag for tag, attrs in page.tags if tag == "details" and "open" not in attrs]) <= 2 * 12 + 8
 
 
-def test_only_the_newest_happenings_are_listed_and_the_rest_counted(tmp_path):
+def test_only_the_newest_events_are_listed_and_the_rest_counted(tmp_path):
     run = LongRun(tmp_path)
     run.start()
     for i in range(100):
@@ -121,7 +127,7 @@ def test_only_the_newest_happenings_are_listed_and_the_rest_counted(tmp_path):
         run.ledger.event("alarm", "queue_empty", "the trainer starves")
     page = page_of(run.write())
     assert "start 1, alarm 500, engine 100." in page.words
-    assert f"The newest {LATEST} of 102 different happenings" in page.words
+    assert f"The newest {MOST_EVENTS} of 102 different events" in page.words
     assert "event 99" in page.words
     assert "event 10 " not in page.words
 
@@ -138,10 +144,10 @@ def test_a_score_that_is_evaluated_again_counts_once_and_one_that_a_rewind_took_
     run.start(1)
     run.evaluate(1, 0.7, seconds=1)
     run.write()
-    points = read_run(tmp_path).book.evaluations
-    drawn = chart("eval", points)
-    assert (drawn.x, drawn.series[0].values) == ([1.0], [0.7])
-    assert drawn.series[0].low == pytest.approx([0.6])
+    (drawn,) = score_charts(read_run(tmp_path).ledger.evaluations)
+    (line,) = drawn.series
+    assert (line.x, line.values) == ([1], [0.7])
+    assert line.low == pytest.approx([0.6])
     words = page_of(tmp_path).words
     assert "of weights that a rewind took back" in words
     assert "scores came up to 3 steps late" in words
@@ -154,9 +160,9 @@ def test_a_dataset_has_its_own_interval(tmp_path):
     run.ledger.evaluated("maths", version=0, logged_version=0, score=0.5, metrics=metrics)
     run.ledger.evaluated("code", version=0, logged_version=0, score=0.5, metrics={})
     run.write()
-    points = read_run(tmp_path).book.evaluations
-    assert [(p.dataset, p.low, p.high) for p in points] == [("maths", 0.25, 0.75), ("code", None, None)]
-    assert "Held-out score: maths" in page_of(tmp_path).words
+    found = read_run(tmp_path).ledger.evaluations
+    assert [(one["dataset"], one["interval"]) for one in found] == [("maths", (0.25, 0.75)), ("code", None)]
+    assert page_of(tmp_path).titles("scores") == ["Held-out score: maths", "Held-out score: code"]
 
 
 def test_many_workers_share_the_last_lane(tmp_path):
@@ -165,7 +171,7 @@ def test_many_workers_share_the_last_lane(tmp_path):
     names = run.issue(40)
     run.clock.go(5)
     run.finish(names)
-    lanes = [lane.name for lane in read_run(run.write()).timeline().lanes]
+    lanes = [lane["name"] for lane in read_run(run.write()).timeline()["lanes"]]
     assert lanes[:3] == ["worker-0", "worker-1", "worker-2"]
     assert lanes[-1] == "25 more workers"
 
@@ -182,11 +188,11 @@ def test_heat_of_a_group_that_was_issued_again_is_when_its_episodes_ran(tmp_path
     run.finish(names, seconds=40)
     run.clock.go(50)
     run.issue()
-    (lane,) = read_run(run.write()).timeline().lanes
-    bins = len(lane.heat)
-    assert not lane.heat[: bins * 11 // 20 - 1].any(), "what ran before was lost, and the new process had to start"
-    assert lane.heat[bins * 11 // 20 + 2 : bins * 3 // 4 - 2] == pytest.approx(1.0)
-    assert not lane.heat[bins * 3 // 4 + 2 :].any()
+    (lane,) = read_run(run.write()).timeline()["lanes"]
+    heat, bins = lane["heat"], len(lane["heat"])
+    assert not any(heat[: bins * 11 // 20 - 1]), "what ran before was lost, and the new process had to start"
+    assert min(heat[bins * 11 // 20 + 2 : bins * 3 // 4 - 2]) == pytest.approx(1.0)
+    assert not any(heat[bins * 3 // 4 + 2 :])
 
 
 def test_a_page_of_a_long_run_is_small_and_made_in_seconds(tmp_path):

@@ -1,23 +1,165 @@
-"""Which charts a report shows, from the rows of `metrics.jsonl`."""
+"""Charts as data: which a report shows, from the rows of `metrics.jsonl`, and their axes."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from miles_core.monitor.names import METRICS, describe
 from miles_core.monitor.summary import TERMINAL_FATES
 
-from .chart import Chart, Series
-
-MAX_POINTS = 300
+MOST_POINTS = 300
+FATE_COLOURS = dict(zip(TERMINAL_FATES, (1, 3, 2, 4, 5), strict=True)) | {"buffered": 6, "in_flight": 7}
 Rows = Sequence[Mapping[str, float]]
 
+_IMITATION = "Mean negative log-probability of the tokens to imitate."
+_LAG = "logprob_gap/lag_"
+_PHASES = {name: f"sync/{name}_seconds" for name in ("pause", "write", "send", "load", "verify", "resume")}
+_TIMES = {"wait for groups": "time/take_wait", "train": "time/train", "weight update": "time/sync",
+          "evaluate, write": "time/on_step"}  # fmt: skip
 
-def thin(rows: Rows, limit: int = MAX_POINTS) -> list[dict[str, float]]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line, set of points, or layer of a stack. Values that are nan are gaps."""
+
+    name: str
+    x: Sequence[float]
+    values: Sequence[float]
+    """[N], as many as `x`, which increases."""
+    colour: int = 1
+    """1 to 7, a colour of the style sheet; 7 is grey."""
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    """[N] each: a band around a line, an error bar on points."""
+    kind: Literal["line", "points"] = "line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """The range of an axis, and the values on it that are worth a label."""
+
+    start: float
+    end: float
+    ticks: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """What one figure shows; the page's script draws it."""
+
+    title: str
+    note: str
+    """One sentence under the title."""
+    series: Sequence[Series]
+    metrics: Sequence[str] = ()
+    """Names of what it draws, families as `part/*`; the report shows all other metrics under "More"."""
+    layout: Literal["lines", "stack", "bars"] = "lines"
+    """stack and bars add the series up, which then share their x."""
+    log: bool = False
+    floor: float | None = None
+    ceiling: float | None = None
+    """The y axis reaches at least down to `floor` and up to `ceiling`."""
+    limit: tuple[float, str] | None = None
+    """A dashed line at a value, with its name."""
+    size: Literal["wide", "normal", "small"] = "normal"
+    unit: str = ""
+    x_name: str = "step"
+    """What the x axis counts."""
+    x_range: tuple[float, float] | None = None
+    """Of the x axis, where it shows more than the series."""
+
+    def is_empty(self) -> bool:
+        return not any(math.isfinite(value) for series in self.series for value in series.values)
+
+    def to_data(self) -> dict[str, Any]:
+        """For the script; without axes where there is nothing to draw."""
+        data = _given(self) | {"series": [_given(series) for series in self.series]}
+        axes = {} if self.is_empty() else {"x_axis": _given(x_axis(self)), "y_axis": _given(y_axis(self))}
+        return {
+            name: value for name, value in data.items() if name not in ("metrics", "floor", "ceiling", "x_range")
+        } | axes
+
+
+def main_charts(rows: Rows) -> list[Chart]:
+    """The charts that every reader wants, the one that answers whether it learns first; none without values."""
+    # fmt: off
+    return drawable([
+        _reward(rows),
+        lines(rows, "Demonstrations", _IMITATION, {"nats a token": "loss/nll"}, size="wide"),
+        lines(rows, "Episode length", "Tokens that the policy sampled in an episode.",
+              {"mean": "episode/tokens", "maximum": "episode/tokens_max"}, floor=0),
+        lines(rows, "Staleness", "Weight versions between an episode's oldest token and the weights that it trains.",
+              {"mean": "staleness/mean", "maximum": "staleness/max"}, floor=0),
+        _gap(rows),
+        lines(_with_rest(rows), "Time of a step", "Seconds; engines go on generating meanwhile.",
+              _TIMES | {"other": "other"}, colours=(7, 1, 2, 3, 6), metrics=("time/step", *_TIMES.values()),
+              layout="bars", unit=" s"),
+        lines(rows, "Weight update", "Seconds of each phase, on the slowest engine; sending and loading overlap.",
+              _PHASES, colours=(7, 1, 3, 2, 5, 6), layout="bars", unit=" s"),
+        lines(rows, "Pause for a weight update", "Seconds from the pause request until generation went on, on the "
+              "engine that paused longest.", {"pause": "sync/pause_seconds", "whole update": "sync/total_seconds"},
+              floor=0),
+        lines(rows, "Fates", "What became of the groups issued so far.",
+              {fate.replace("_", " "): f"fate/{fate}" for fate in FATE_COLOURS}, colours=tuple(FATE_COLOURS.values()),
+              metrics=("fate/*",), layout="stack"),
+        lines(rows, "Gradient", "Norm of the gradient before clipping: spikes come before a run falls apart.",
+              {"norm": "optimizer/grad_norm"}, floor=0),
+        lines(rows, "Throughput", "Tokens that all engines sample a second.", {"tokens/s": "engine/tokens_per_s"}),
+        lines(rows, "Utilisation", "Share of the step in which each was busy.",
+              {"engines": "engine/utilisation", "trainer": "trainer/utilisation"}, floor=0, ceiling=1),
+    ])
+    # fmt: on
+
+
+def warm_up_charts(rows: Rows) -> list[Chart]:
+    """What SFT before RL did; nothing where there was none."""
+    note = "SFT before RL: mean negative log-probability of the tokens to imitate."
+    return drawable([lines(rows, "Warm-up", note, {"nats a token": "loss/nll"})])
+
+
+def other_charts(rows: Rows, *, drawn: Iterable[Chart]) -> list[Chart]:
+    """One small chart for every metric that the main charts leave out, in the catalogue's order."""
+    used = ["step", "time", *(pattern for chart in drawn for pattern in chart.metrics)]
+    names = [n for n in {n for row in rows for n in row} if not any(fnmatchcase(n, pattern) for pattern in used)]
+    parts = [*dict.fromkeys(name.split("/")[0] for name in METRICS)]
+    parts += sorted({part for name in names if (part := name.split("/")[0]) not in parts})
+    names.sort(key=lambda name: (parts.index(name.split("/")[0]), name))
+    return [lines(rows, name, describe(name) or "", {name: name}, size="small") for name in names]
+
+
+def lines(
+    rows: Rows,
+    title: str,
+    note: str,
+    named: Mapping[str, str],
+    *,
+    colours: Sequence[int] = range(1, 8),
+    **options: Any,
+) -> Chart:
+    """A chart of those of `named`, label -> metric, that the run logged; of layers that are added up, above 0."""
+    x = column(rows, "step")
+    series = [
+        Series(name=label, x=x, values=column(rows, name), colour=colour)
+        for (label, name), colour in zip(named.items(), colours, strict=False)
+        if any(row.get(name, 0) > 0 if "layout" in options else name in row for row in rows)
+    ]
+    return Chart(title=title, note=note, series=series, **{"metrics": tuple(named.values()), **options})
+
+
+def drawable(charts: Iterable[Chart]) -> list[Chart]:
+    return [chart for chart in charts if not chart.is_empty()]
+
+
+def column(rows: Rows, name: str) -> list[float]:
+    return [row.get(name, math.nan) for row in rows]
+
+
+def thin(rows: Rows, limit: int = MOST_POINTS) -> list[dict[str, float]]:
     """At most `limit` rows: neighbours are merged into their mean, maxima into the maximum, counts into the last."""
     if len(rows) <= limit:
         return [dict(row) for row in rows]
@@ -30,249 +172,83 @@ def by_lag(rows: Rows) -> list[dict[str, float]]:
     return [{_lag_name(name, row["step"]): value for name, value in row.items()} for row in rows]
 
 
-def main_charts(rows: Rows) -> list[Chart]:
-    """The charts that every reader wants, the one that answers whether it learns first; none without values."""
-    charts = [
-        _reward(rows),
-        _lines(
-            rows,
-            "Demonstrations",
-            "Mean negative log-probability of the tokens to imitate.",
-            (("nats a token", "loss/nll"),),
-            size="wide",
-        ),
-        _lines(rows, "Episode length", "Tokens that the policy sampled in an episode.", _LENGTHS, floor=0),
-        _lines(
-            rows,
-            "Staleness",
-            "Weight versions between an episode's oldest token and the weights that it trains.",
-            (("mean", "staleness/mean"), ("maximum", "staleness/max")),
-            floor=0,
-        ),
-        _gap(rows),
-        _time_split(rows),
-        _sync(rows),
-        _pause(rows),
-        _fates(rows),
-        _lines(
-            rows,
-            "Gradient",
-            "Norm of the gradient before clipping: spikes come before a run falls apart.",
-            (("norm", "optimizer/grad_norm"),),
-            floor=0,
-        ),
-        _lines(rows, "Throughput", "Tokens that all engines sample a second.", (("tokens/s", "engine/tokens_per_s"),)),
-        _lines(
-            rows,
-            "Utilisation",
-            "Share of the step in which the part was busy.",
-            (("engines", "engine/utilisation"), ("trainer", "trainer/utilisation")),
-            floor=0,
-            ceiling=1,
-        ),
-    ]
-    return [chart for chart in charts if not chart.is_empty()]
+def y_axis(chart: Chart) -> Axis:
+    """Round ends, every finite value inside."""
+    values = [value for value in _extremes(chart) if math.isfinite(value)]
+    if chart.log:
+        return _log_axis([value for value in values if value > 0])
+    values += [v for v in (chart.floor, chart.ceiling) if v is not None]
+    low, high = min(values), max(values)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):  # equal, or equal but for rounding
+        room = abs(low) * 0.1 or 1.0
+        low, high = low - room, high + room
+    step = _round_step((high - low) / (2 if chart.size == "small" else 4))
+    start, end = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return Axis(start=start, end=end, ticks=_multiples(step, start, end))
 
 
-def warm_up_charts(rows: Rows) -> list[Chart]:
-    """What SFT before RL did; nothing where there was none."""
-    note = "SFT before RL: mean negative log-probability of the tokens to imitate."
-    chart = _lines(rows, "Warm-up", note, (("nats a token", "loss/nll"),))
-    return [] if chart.is_empty() else [chart]
-
-
-def other_charts(rows: Rows, *, drawn: Iterable[Chart]) -> list[Chart]:
-    """One small chart for every metric that the main charts leave out, in the catalogue's order."""
-    used = ["step", "time", *(pattern for chart in drawn for pattern in chart.metrics)]
-    names = {name for row in rows for name in row if not any(fnmatchcase(name, pattern) for pattern in used)}
-    return [
-        Chart(
-            title=name,
-            note=describe(name) or "",
-            x=_column(rows, "step"),
-            series=[Series(name=name, values=_column(rows, name))],
-            size="small",
-        )
-        for name in sorted(names, key=_catalogue_order)
-    ]
-
-
-_LAG = "logprob_gap/lag_"
-_LENGTHS = (("mean", "episode/tokens"), ("maximum", "episode/tokens_max"))
-_TIMES = (
-    ("wait for groups", "time/take_wait", 7),
-    ("train", "time/train", 1),
-    ("weight update", "time/sync", 2),
-    ("evaluate, write", "time/on_step", 3),
-)
-_PHASES = {"pause": 7, "write": 1, "send": 3, "load": 2, "verify": 5, "resume": 6}
-_FATES = dict(zip(TERMINAL_FATES, (1, 3, 2, 4, 5), strict=True)) | {"in_flight": 7}
+def x_axis(chart: Chart) -> Axis:
+    """Whole steps; bars get half a step of room on both sides."""
+    start, end = chart.x_range or (min(s.x[0] for s in chart.series if s.x), max(s.x[-1] for s in chart.series if s.x))
+    room = 0.5 if chart.layout == "bars" or start == end else 0.0
+    step = max(1.0, round(_round_step(max(end - start, 1) / (2 if chart.size == "small" else 6))))
+    return Axis(start=start - room, end=end + room, ticks=_multiples(step, start, end))
 
 
 def _reward(rows: Rows) -> Chart:
-    mean, std = _column(rows, "reward/mean"), _column(rows, "reward/std")
+    x, mean, std = (column(rows, name) for name in ("step", "reward/mean", "reward/std"))
     # The band stays among rewards that occurred: 0.9 ± 0.3 of a reward in [0, 1] does not reach 1.2.
     least = min((row["reward/min"] for row in rows if "reward/min" in row), default=-math.inf)
     most = max((row["reward/max"] for row in rows if "reward/max" in row), default=math.inf)
-    score, error = _column(rows, "eval/score"), _column(rows, "eval/stderr")
-    series = [
-        Series(
-            name="training, mean ± standard deviation",
-            values=mean,
-            low=[max(m - s, least) for m, s in zip(mean, std, strict=True)],
-            high=[min(m + s, most) for m, s in zip(mean, std, strict=True)],
-        )
-    ]
+    low = [max(m - s, least) for m, s in zip(mean, std, strict=True)]
+    high = [min(m + s, most) for m, s in zip(mean, std, strict=True)]
+    series = [Series(name="training, mean ± standard deviation", x=x, values=mean, low=low, high=high)]
+    score = column(rows, "eval/score")
     if any(math.isfinite(value) for value in score):
-        error = [0.0 if math.isnan(e) else e for e in error]
-        series.append(
-            Series(
-                name="held-out, ± standard error",
-                values=score,
-                colour=2,
-                kind="points",
-                low=[s - e for s, e in zip(score, error, strict=True)],
-                high=[s + e for s, e in zip(score, error, strict=True)],
-            )
-        )
-    return Chart(
-        title="Reward",
-        note="Episodes trained in each step, and problems never trained on.",
-        x=_column(rows, "step"),
-        series=series,
-        metrics=("reward/mean", "reward/std", "reward/min", "reward/max", "eval/score", "eval/stderr"),
-        size="wide",
-    )
+        error = [0.0 if math.isnan(e) else e for e in column(rows, "eval/stderr")]
+        low = [s - e for s, e in zip(score, error, strict=True)]
+        high = [s + e for s, e in zip(score, error, strict=True)]
+        name = "held-out, ± standard error"
+        series.append(Series(name=name, x=x, values=score, colour=2, kind="points", low=low, high=high))
+    note = "Episodes trained in each step, and problems never trained on."
+    metrics = ("reward/mean", "reward/std", "reward/min", "reward/max", "eval/score", "eval/stderr")
+    return Chart(title="Reward", note=note, series=series, metrics=metrics, size="wide")
 
 
 def _gap(rows: Rows) -> Chart:
-    fixed = [
-        ("maximum", "logprob_gap/max", 4),
-        ("maximum, same version", "logprob_gap/same_version_max", 2),
-        ("mean", "logprob_gap/mean", 1),
-    ]
+    names = {
+        "maximum": "logprob_gap/max",
+        "maximum, same version": "logprob_gap/same_version_max",
+        "mean": "logprob_gap/mean",
+    }
     lags = sorted({name for row in rows for name in row if name.startswith(_LAG)})
-    fixed += [(f"mean, lag {name.removeprefix(_LAG)}", name, (3, 5, 6, 7)[min(i, 3)]) for i, name in enumerate(lags)]
-    return Chart(
-        title="Log-prob gap",
-        note="|log p(trainer) \N{MINUS SIGN} log p(engine)| of sampled tokens. Lag 0: the very weights that score them "
+    return lines(
+        rows,
+        "Log-prob gap",
+        "|log p(trainer) \N{MINUS SIGN} log p(engine)| of sampled tokens. Lag 0: the very weights that score them "
         "sampled them, so the gap is numerics alone and belongs below the line.",
-        x=_column(rows, "step"),
-        series=[
-            Series(name=label, values=_column(rows, name), colour=colour)
-            for label, name, colour in fixed
-            if any(name in row for row in rows)
-        ],
+        names | {f"mean, lag {name.removeprefix(_LAG)}": name for name in lags},
+        colours=(4, 2, 1, 3, 5, 6, *[7] * len(lags)),
         metrics=("logprob_gap/*",),
         log=True,
         limit=(1e-4, "1e-4"),
     )
 
 
-def _time_split(rows: Rows) -> Chart:
-    parts = [
-        Series(name=label, values=_column(rows, name), colour=colour)
-        for label, name, colour in _TIMES
-        if any(name in row for row in rows)
+def _with_rest(rows: Rows) -> Rows:
+    """With `other`: what of a step's time none of its parts took."""
+    known = [math.fsum(v for name in _TIMES.values() if math.isfinite(v := row.get(name, 0.0))) for row in rows]
+    if not any(known):
+        return rows
+    return [
+        {**row, "other": max(row["time/step"] - parts, 0.0)} if "time/step" in row else row
+        for row, parts in zip(rows, known, strict=True)
     ]
-    known = [sum(v for v in column if math.isfinite(v)) for column in zip(*(s.values for s in parts), strict=True)]
-    whole = _column(rows, "time/step")
-    if parts and any(math.isfinite(value) for value in whole):
-        rest = [max(w - k, 0.0) for w, k in zip(whole, known, strict=True)]
-        parts.append(Series(name="other", values=rest, colour=6))
-    return Chart(
-        title="Time of a step",
-        note="Seconds; engines go on generating meanwhile.",
-        x=_column(rows, "step"),
-        series=parts,
-        metrics=("time/step", *(name for _, name, _ in _TIMES)),
-        layout="bars",
-        unit=" s",
-    )
-
-
-def _sync(rows: Rows) -> Chart:
-    names = {phase: f"sync/{phase}_seconds" for phase in _PHASES}
-    return Chart(
-        title="Weight update",
-        note="Seconds of each phase, on the slowest engine; sending and loading overlap.",
-        x=_column(rows, "step"),
-        series=[
-            Series(name=phase, values=_column(rows, names[phase]), colour=colour)
-            for phase, colour in _PHASES.items()
-            if any(row.get(names[phase], 0.0) > 0 for row in rows)
-        ],
-        metrics=tuple(names.values()),
-        layout="bars",
-        unit=" s",
-    )
-
-
-def _pause(rows: Rows) -> Chart:
-    return _lines(
-        rows,
-        "Pause for a weight update",
-        "Seconds from the pause request until generation went on, on the engine that paused longest.",
-        (("pause", "sync/pause_seconds"), ("whole update", "sync/total_seconds")),
-        floor=0,
-    )
-
-
-def _fates(rows: Rows) -> Chart:
-    return Chart(
-        title="Fates",
-        note="What became of the groups issued so far.",
-        x=_column(rows, "step"),
-        series=[
-            Series(name=fate.replace("_", " "), values=_column(rows, f"fate/{fate}"), colour=colour)
-            for fate, colour in _FATES.items()
-            if any(row.get(f"fate/{fate}", 0) > 0 for row in rows)
-        ],
-        metrics=("fate/*",),
-        layout="stack",
-    )
-
-
-def _lines(
-    rows: Rows,
-    title: str,
-    note: str,
-    lines: Sequence[tuple[str, str]],
-    *,
-    floor: float | None = None,
-    ceiling: float | None = None,
-    size: Literal["wide", "normal"] = "normal",
-) -> Chart:
-    return Chart(
-        title=title,
-        note=note,
-        x=_column(rows, "step"),
-        series=[
-            Series(name=label, values=_column(rows, name), colour=i + 1)
-            for i, (label, name) in enumerate(lines)
-            if any(name in row for row in rows)
-        ],
-        metrics=[name for _, name in lines],
-        floor=floor,
-        ceiling=ceiling,
-        size=size,
-    )
-
-
-def _column(rows: Rows, name: str) -> list[float]:
-    return [row.get(name, math.nan) for row in rows]
 
 
 def _lag_name(name: str, step: float) -> str:
     version = name.removeprefix("logprob_gap/version_")
     return f"{_LAG}{round(step) - 1 - int(version)}" if version != name and version.isdigit() else name
-
-
-def _catalogue_order(name: str) -> tuple[int, str]:
-    """Parts in the catalogue's order, unknown ones last."""
-    parts = list(dict.fromkeys(known.split("/")[0] for known in METRICS))
-    part = name.split("/")[0]
-    return (parts.index(part) if part in parts else len(parts), name)
 
 
 def _merge(rows: Rows) -> dict[str, float]:
@@ -283,10 +259,41 @@ def _merge(rows: Rows) -> dict[str, float]:
             merged[name] = math.nan
         elif name.startswith("fate/"):
             merged[name] = values[-1]
-        elif name.endswith("max"):
-            merged[name] = max(values)
-        elif name.endswith("min"):
-            merged[name] = min(values)
+        elif name.endswith(("max", "min")):
+            merged[name] = max(values) if name.endswith("max") else min(values)
         else:
             merged[name] = math.fsum(values) / len(values)
     return merged
+
+
+def _given(record: Any) -> dict[str, Any]:
+    """The fields that are not at their defaults."""
+    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+
+
+def _extremes(chart: Chart) -> Iterable[float]:
+    if chart.layout != "lines":
+        layers = zip(*(series.values for series in chart.series), strict=True)
+        return [0.0, *(sum(v for v in layer if math.isfinite(v)) for layer in layers)]
+    limit = [chart.limit[0]] if chart.limit else []
+    return itertools.chain(limit, *((*s.values, *(s.low or ()), *(s.high or ())) for s in chart.series))
+
+
+def _log_axis(values: Sequence[float]) -> Axis:
+    if not values:
+        return Axis(start=0.1, end=1.0, ticks=(0.1, 1.0))
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+    every = max(1, math.ceil((high - low) / 5))
+    return Axis(start=10.0**low, end=10.0**high, ticks=[10.0**p for p in range(low, high + 1, every)])
+
+
+def _round_step(raw: float) -> float:
+    """The smallest of 1, 2, 5 times 10^n that is at least `raw`."""
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+
+
+def _multiples(step: float, start: float, end: float) -> list[float]:
+    first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""What two or more runs came to, side by side."""
+"""Two or more runs side by side: final numbers, configuration keys that differ, charts with one line a run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,39 @@ from miles_core.ledger import table
 from miles_core.monitor.summary import TERMINAL_FATES, format_seconds
 from miles_core.text import visible
 
-from .chart import format_number
-from .markup import percent
-from .read import RunData
+from .charts import Chart, Rows, Series, column, drawable, thin
+from .page import format_number, percent
+from .run_data import RunData
 
 LAST = 10
 """Steps that the final reward is averaged over."""
-
 NOISE = 0.02
 """Relative differences up to this are neither better nor worse."""
-
 MOST_DATASETS = 8
-_DATASET = re.compile(r"eval/.+/score")
-
+MOST_POINTS = 200
+"""Of a line."""
+UNITS = ((600.0, 1.0, "seconds"), (36_000.0, 60.0, "minutes"), (math.inf, 3600.0, "hours"))
+"""Up to how many seconds, what one is, and its name."""
 Better = Literal["up", "down", ""]
 
+_INTERVALS = "With 95 % intervals."
+_CHARTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("Reward", "Mean of the episodes trained in each step.", "reward/mean", {"size": "wide"}),
+    ("Demonstrations", "Mean negative log-probability of the tokens to imitate.", "loss/nll", {}),
+    ("Episode length", "Sampled tokens of an episode, mean.", "episode/tokens", {"floor": 0}),
+    ("Staleness", "Versions between an episode's oldest token and the weights that it trains, mean.", "staleness/mean",
+     {"floor": 0}),
+    ("Log-prob gap", "Maximum over tokens that the scoring weights sampled.", "logprob_gap/same_version_max",
+     {"log": True}),
+    ("Entropy", "Of the policy, in nats.", "entropy/mean", {"floor": 0}),
+    ("Gradient", "Norm before clipping.", "optimizer/grad_norm", {"floor": 0}),
+    ("Seconds a step", "Whole steps.", "time/step", {"floor": 0}),
+    ("Throughput", "Tokens that all engines sample a second.", "engine/tokens_per_s", {"floor": 0}),
+    ("Engines busy", "Share of the step.", "engine/utilisation", {"floor": 0, "ceiling": 1}),
+)  # fmt: skip
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Value:
     """One number of one run, nan where it is not known."""
 
@@ -88,39 +104,44 @@ class Line:
 
 def lines(runs: Sequence[RunData]) -> list[Line]:
     """The final numbers; those that no run knows are left out."""
+
+    def line(name: str, value: Callable[[RunData], float | Value], show: Callable[[float], str], better: Better = ""):
+        known = [value(run) for run in runs]
+        values = [one if isinstance(one, Value) else Value(one) for one in known]
+        return Line(name=name, values=values, show=show, better=better)
+
     found = [
-        _line(runs, "held-out score", _score(), _fixed, "up"),
-        *(_line(runs, f"held-out score: {name}", _score(f"{name}/"), _fixed, "up") for name in datasets(runs)),
-        _line(runs, f"reward, last {LAST} steps", _recent("reward/mean"), _fixed, "up"),
-        _line(runs, f"nats a token to imitate, last {LAST} steps", _recent("loss/nll"), _fixed, "down"),
-        _line(runs, "steps", lambda run: Value(number=run.rows[-1]["step"] if run.rows else math.nan), _whole),
-        _line(runs, "wall time", _wall, format_seconds),
-        _line(runs, "seconds a step", _mean("time/step"), format_number, "down"),
-        _line(runs, "tokens a second", _mean("engine/tokens_per_s"), format_number, "up"),
-        _line(runs, "engines busy", _mean("engine/utilisation"), percent, "up"),
-        _line(runs, "trainer busy", _mean("trainer/utilisation"), percent, "up"),
-        _line(runs, "same-version log-prob gap, maximum", _gap, format_number, "down"),
-        _line(runs, "effective training time", _effective, percent, "up"),
-        _line(runs, "wasted tokens", _wasted, percent, "down"),
-        _line(runs, "starts and rewinds", _starts, _whole),
-        _line(runs, "groups issued", _fate("issued"), _whole),
-        *(_line(runs, f"groups {fate}", _fate(fate), _whole) for fate in TERMINAL_FATES),
-        _line(runs, "groups open", _fate("in_flight"), _whole),
+        line("held-out score", _score("eval/score"), _fixed, "up"),
+        *(line(f"held-out score: {name}", _score(f"eval/{name}/score"), _fixed, "up") for name in datasets(runs)),
+        line(f"reward, last {LAST} steps", _mean("reward/mean", last=LAST), _fixed, "up"),
+        line(f"nats a token to imitate, last {LAST} steps", _mean("loss/nll", last=LAST), _fixed, "down"),
+        line("steps", lambda run: run.rows[-1]["step"] if run.rows else math.nan, _whole),
+        line("wall time", _wall, format_seconds),
+        line("seconds a step", _mean("time/step"), format_number, "down"),
+        line("tokens a second", _mean("engine/tokens_per_s"), format_number, "up"),
+        line("engines busy", _mean("engine/utilisation"), percent, "up"),
+        line("trainer busy", _mean("trainer/utilisation"), percent, "up"),
+        line("same-version log-prob gap, maximum", _gap, format_number, "down"),
+        line("effective training time", _effective, percent, "up"),
+        line("wasted tokens", _wasted, percent, "down"),
+        line("starts and rewinds", lambda run: len(run.ledger.history.starts) if run.ledger else math.nan, _whole),
+        line("groups issued", _fate("issued"), _whole),
+        *(line(f"groups {fate}", _fate(fate), _whole) for fate in TERMINAL_FATES),
+        line("groups open", _fate("in_flight"), _whole),
     ]
     return [line for line in found if any(math.isfinite(value.number) for value in line.values)]
 
 
 def datasets(runs: Sequence[RunData]) -> list[str]:
     """Held-out datasets with scores of their own, in the order in which they came."""
-    found = dict.fromkeys(name for run in runs for row in run.rows for name in row if _DATASET.fullmatch(name))
-    return [name.split("/", 1)[1].removesuffix("/score") for name in found][:MOST_DATASETS]
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    return [found[1] for name in names if (found := re.fullmatch("eval/(.+)/score", name))][:MOST_DATASETS]
 
 
 def differing_keys(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Configuration keys whose values differ, with the value in each run."""
     flat = [dict(_flatten(run.config)) for run in runs]
-    keys = sorted({key for one in flat for key in one})
-    rows = [(key, [one.get(key, "not set") for one in flat]) for key in keys]
+    rows = [(key, [one.get(key, "not set") for one in flat]) for key in sorted({key for one in flat for key in one})]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -133,102 +154,120 @@ def names(runs: Sequence[RunData]) -> list[str]:
 def to_text(runs: Sequence[RunData]) -> str:
     """The numbers and the keys that differ, for a terminal."""
     labels = names(runs)
+    others = range(1, len(runs))
     rows = [
-        [line.name, line.text(0), *(part for i in range(1, len(runs)) for part in (line.text(i), line.difference(i)))]
+        [line.name, line.text(0), *(cell for i in others for cell in (line.text(i), line.difference(i)))]
         for line in lines(runs)
     ]
-    columns = ["", labels[0], *(part for label in labels[1:] for part in (label, "difference"))]
-    parts = [table(columns, rows)] if rows else ["None of these runs has logged a step."]
-    keys = differing_keys(runs)
-    parts += ["", table(["configuration", *labels], [[key, *values] for key, values in keys])] if keys else []
+    columns = ["", labels[0], *(cell for label in labels[1:] for cell in (label, "difference"))]
+    blocks = [table(columns, rows)] if rows else ["None of these runs has logged a step."]
+    if keys := differing_keys(runs):
+        blocks += ["", table(["configuration", *labels], [[key, *values] for key, values in keys])]
     notes = [visible(f"{label}: {note}") for label, run in zip(labels, runs, strict=True) for note in run.notes]
-    return "\n".join([*parts, *([""] if notes else []), *notes])
+    return "\n".join([*blocks, *([""] if notes else []), *notes])
+
+
+def charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
+    """The main charts with one line a run, those that no run has values for left out: over steps, and over wall time.
+
+    Time counts from the first start of each run, in which nothing stands still: a run that was down shows.
+    """
+    rows = [_thinned(run) for run in runs]
+    longest = max((known for some in rows for known in column(some, "elapsed") if math.isfinite(known)), default=0.0)
+    _, unit, name = next(known for known in UNITS if longest < known[0])
+    timed = [[{**row, "elapsed": row["elapsed"] / unit} for row in some if "elapsed" in row] for some in rows]
+    scored = datasets(runs)
+    return (
+        _charts(rows, labels, scored, x="step", x_name="step"),
+        _charts(timed, labels, scored, x="elapsed", x_name=name),
+    )
+
+
+def _thinned(run: RunData) -> Rows:
+    """With the seconds `elapsed` since the first start, or the first step of a run without a ledger."""
+    times = [time for time in column(run.rows, "time") if math.isfinite(time)]
+    begin = min(times, default=0.0)
+    if run.ledger is not None and run.ledger.history.starts:
+        begin = min(begin, run.ledger.history.begin)
+    elif run.rows:
+        begin -= run.rows[0].get("time/step", 0.0)
+    rows = [{**row, "elapsed": row["time"] - begin} if "time" in row else row for row in run.rows]
+    return thin(rows, MOST_POINTS)
+
+
+def _charts(runs: Sequence[Rows], labels: Sequence[str], scored: Sequence[str], *, x: str, x_name: str) -> list[Chart]:
+    places = [row[x] for rows in runs for row in rows]
+    x_range = (min(places), max(places)) if places else None
+
+    def chart(title: str, note: str, metric: str, options: Mapping[str, Any]) -> Chart:
+        series: list[Series] = []
+        for i, (rows, label) in enumerate(zip(runs, labels, strict=True)):
+            known = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
+            ends: dict[str, Any] = {}
+            if note is _INTERVALS:
+                ends = {end: column(known, f"{metric}_{end}") for end in ("low", "high")} | {"kind": "points"}
+            values = column(known, metric)
+            series.append(Series(name=label, x=column(known, x), values=values, colour=i + 1, **ends))
+        return Chart(title=title, note=note, series=series, x_name=x_name, x_range=x_range, **options)
+
+    scores = [(f"Held-out score: {name}", _INTERVALS, f"eval/{name}/score", {}) for name in scored]
+    specs = [("Held-out score", _INTERVALS, "eval/score", {"size": "wide"}), *scores, *_CHARTS]
+    return drawable(chart(*spec) for spec in specs)
 
 
 # ---- where each number comes from
 
 
-def _line(
-    runs: Sequence[RunData],
-    name: str,
-    value: Callable[[RunData], Value],
-    show: Callable[[float], str],
-    better: Better = "",
-) -> Line:
-    return Line(name=name, values=[value(run) for run in runs], show=show, better=better)
+def _known(run: RunData, name: str) -> list[float]:
+    return [row[name] for row in run.rows if math.isfinite(row.get(name, math.nan))]
 
 
-def _score(dataset: str = "") -> Callable[[RunData], Value]:
+def _score(name: str) -> Callable[[RunData], Value]:
     """The last held-out score, with its 95 % interval where it has one."""
-    name = f"eval/{dataset}score"
 
     def value(run: RunData) -> Value:
-        rows = [row for row in run.rows if math.isfinite(row.get(name, math.nan))]
-        if not rows:
-            return Value(number=math.nan)
-        last = rows[-1]
-        low, high = last.get(f"{name}_low", math.nan), last.get(f"{name}_high", math.nan)
-        return Value(number=last[name], low=low, high=high)
+        last = next((row for row in reversed(run.rows) if math.isfinite(row.get(name, math.nan))), {})
+        return Value(*(last.get(one, math.nan) for one in (name, f"{name}_low", f"{name}_high")))
 
     return value
 
 
-def _recent(name: str) -> Callable[[RunData], Value]:
-    """The mean of the last steps."""
-
-    def value(run: RunData) -> Value:
-        known = [row[name] for row in run.rows if math.isfinite(row.get(name, math.nan))][-LAST:]
-        return Value(number=math.fsum(known) / len(known) if known else math.nan)
+def _mean(name: str, *, last: int = 0) -> Callable[[RunData], float]:
+    def value(run: RunData) -> float:
+        known = _known(run, name)[-last:]
+        return math.fsum(known) / len(known) if known else math.nan
 
     return value
 
 
-def _wall(run: RunData) -> Value:
-    split = run.time()
-    if split is not None and split.wall > 0:
-        return Value(number=split.wall)
-    times = [row["time"] for row in run.rows if "time" in row]
-    return Value(number=times[-1] - times[0] + run.rows[0].get("time/step", 0.0) if times else math.nan)
+def _gap(run: RunData) -> float:
+    return max(_known(run, "logprob_gap/same_version_max"), default=math.nan)
 
 
-def _mean(name: str) -> Callable[[RunData], Value]:
-    def value(run: RunData) -> Value:
-        known = [row[name] for row in run.rows if math.isfinite(row.get(name, math.nan))]
-        return Value(number=math.fsum(known) / len(known) if known else math.nan)
-
-    return value
-
-
-def _gap(run: RunData) -> Value:
-    name = "logprob_gap/same_version_max"
-    known = [row[name] for row in run.rows if math.isfinite(row.get(name, math.nan))]
-    return Value(number=max(known, default=math.nan))
+def _wall(run: RunData) -> float:
+    if run.time is not None and run.time.wall > 0:
+        return run.time.wall
+    times = _known(run, "time")
+    return times[-1] - times[0] + run.rows[0].get("time/step", 0.0) if times else math.nan
 
 
-def _effective(run: RunData) -> Value:
-    split = run.time()
-    return Value(number=math.nan if split is None or split.ratio is None else split.ratio)
+def _effective(run: RunData) -> float:
+    ratio = run.time.ratio if run.time else None
+    return math.nan if ratio is None else ratio
 
 
-def _wasted(run: RunData) -> Value:
-    if run.book is None or not run.book.fates.sampled:
-        return Value(number=math.nan)
-    return Value(number=run.book.fates.num_wasted / run.book.fates.sampled)
+def _wasted(run: RunData) -> float:
+    fates = run.ledger.fates if run.ledger else None
+    return fates.wasted / fates.sampled if fates and fates.sampled else math.nan
 
 
-def _starts(run: RunData) -> Value:
-    return Value(number=math.nan if run.book is None else float(len(run.book.course.starts)))
-
-
-def _fate(name: str) -> Callable[[RunData], Value]:
+def _fate(name: str) -> Callable[[RunData], float]:
     """Of the ledger, or the last one logged."""
 
-    def value(run: RunData) -> Value:
-        if run.book is not None:
-            counts = run.book.fates.counts()
-            return Value(number=float(counts[name]))
-        known = [row[f"fate/{name}"] for row in run.rows if f"fate/{name}" in row]
-        return Value(number=known[-1] if known else math.nan)
+    def value(run: RunData) -> float:
+        if run.ledger is not None:
+            return float(run.ledger.fates.counts()[name])
+        return next((row[f"fate/{name}"] for row in reversed(run.rows) if f"fate/{name}" in row), math.nan)
 
     return value
 
@@ -237,10 +276,8 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
     """`{"run": {"steps": 3}}` -> `run.steps`, as JSON."""
     flat: list[tuple[str, str]] = []
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat += _flatten(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", json.dumps(value)))
+        inner = isinstance(value, Mapping) and value
+        flat += _flatten(value, f"{prefix}{key}.") if inner else [(f"{prefix}{key}", json.dumps(value))]
     return flat
 
 

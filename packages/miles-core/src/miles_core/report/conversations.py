@@ -1,21 +1,23 @@
-"""Episodes to read, token by token."""
+"""Episodes to read, token by token: who wrote each, how likely it was, and which weights sampled it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles_tito.records import Episode, Group
+from miles_tito.records import UNKNOWN_VERSION, Episode, Group, Trajectory
+from tokenizers import Tokenizer
 
-from .strips import token_strip
-from .text import safe
+HEAD, TAIL = 900, 300
+"""Tokens shown of a long trajectory: its beginning and its end."""
+LEVELS = (-0.05, -0.5, -1.5, -3.0)
+"""Bounds of the five shades: a token of log-prob above the first is unshaded, below the last is darkest."""
 
-_SHADES = ("p > .95", "> .6", "> .2", "> .05", "less")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+@dataclass(frozen=True, slots=True)
+class ShownEpisode:
     """One episode worth reading, and why."""
 
     episode: Episode
@@ -25,15 +27,40 @@ class Shown:
     siblings: int
     """Episodes of its group."""
 
+    def to_data(self, tokenizer: Tokenizer | None, strips: list[Any]) -> dict[str, Any]:
+        """For the template; what the script draws, in the order of the page, is appended to `strips`."""
+        episode = self.episode
+        versions = sorted({span.version for t in episode.trajectories for span in t.versions})
+        sampled_by = (
+            "\N{EN DASH}".join(map(_version_name, dict.fromkeys((versions[0], versions[-1])))) if versions else "v?"
+        )
+        tokens = sum(len(trajectory.tokens) for trajectory in episode.trajectories)
+        facts = [
+            f"sampled by {sampled_by}",
+            self.fate,
+            self.label,
+            f"{episode.loss_denominator} of {tokens} tokens sampled",
+            str(episode.outcome).replace("_", " "),
+        ]
+        strips += [token_strip(trajectory, tokenizer) for trajectory in episode.trajectories]
+        return {
+            "reward": "no reward" if episode.reward is None else f"reward {episode.reward:.3g}",
+            "facts": [fact for fact in facts if fact],
+            "prompt_id": episode.prompt_id,
+            "siblings": self.siblings,
+            "error": episode.error or "",
+            "num_strips": len(episode.trajectories),
+        }
 
-def pick(told: Sequence[tuple[Group, str]]) -> list[Shown]:
+
+def pick_episodes(groups: Sequence[tuple[Group, str]]) -> list[ShownEpisode]:
     """The best and the worst episode of each group, and one that failed.
 
     Args:
-        told: groups in the order to show them, each with its fate.
+        groups: in the order to show them, each with its fate.
     """
-    shown: list[Shown] = []
-    for group, fate in told:
+    shown: list[ShownEpisode] = []
+    for group, fate in groups:
         episodes = [e for e in group.episodes if e.trajectories]
         scored = sorted((e for e in episodes if e.reward is not None), key=lambda e: e.reward or 0.0)
         picks = {"worst of its group": scored[0], "best of its group": scored[-1]} if scored else {}
@@ -42,39 +69,66 @@ def pick(told: Sequence[tuple[Group, str]]) -> list[Shown]:
         failed = next((e for e in episodes if e.reward is None), None)
         if failed is not None:
             picks["without a reward"] = failed
-        siblings = len(group.episodes)
-        shown += [Shown(episode=e, label=label, fate=fate, siblings=siblings) for label, e in picks.items()]
+        shown += [ShownEpisode(e, label=label, fate=fate, siblings=len(group.episodes)) for label, e in picks.items()]
     return shown
 
 
-def conversations_section(shown: Sequence[Shown], tokenizer: Any) -> str:
-    if not shown:
-        return ""
-    shades = "".join(f'<i class="t l{level}">{name}</i>' for level, name in enumerate(_SHADES))
-    legend = (
-        "<p>Tokens as the trainer sees them. Shaded ones were sampled by the policy and are trained; the warmer, the "
-        'less likely. <b class="v">v3</b> marks where weights of version 3 take over.</p>'
-        f'<p class="shades">{shades}</p>'
-    )
-    episodes = "".join(episode(one, tokenizer, is_open=i in (0, len(shown) - 1)) for i, one in enumerate(shown))
-    return f'<section class="conversations"><h2>Conversations</h2>{legend}{episodes}</section>'
+def token_strip(trajectory: Trajectory, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """One trajectory: a block for each run of tokens of one author, `{"author": …, "items": …}`.
+
+    An item is a token `[id, text]`, a sampled one `[id, text, logprob, level]` with its level of shade, the name of the
+    weights that sampled what follows (`"v3"`), or the number of tokens that are left out here.
+    """
+    ids = [int(token) for token in trajectory.tokens]
+    texts = token_texts(ids, tokenizer)
+    versions: list[int | None] = [None] * len(ids)
+    for span in trajectory.versions:
+        versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    blocks: list[dict[str, Any]] = []
+    version: int | None = None
+    end = 0
+    for sampled, run in itertools.groupby(trajectory.loss_mask.tolist()):
+        start, end = end, end + len(list(run))
+        items: list[Any] = []
+        for i in _shown(start, end, len(ids)):
+            if i is None:
+                items.append(len(ids) - HEAD - TAIL)
+                continue
+            if sampled and versions[i] != version:
+                version = versions[i]
+                items.append(_version_name(version))
+            logprob = float(trajectory.logprobs[i])
+            shade = [round(logprob, 4), sum(logprob < bound for bound in LEVELS)] if sampled else []
+            items.append([ids[i], texts[i], *shade])
+        if items:
+            author = "policy" if sampled else "prompt" if start == 0 else "environment"
+            blocks.append({"author": author, "items": items})
+    return blocks
 
 
-def episode(shown: Shown, tokenizer: Any, *, is_open: bool = False) -> str:
-    """One episode to open."""
-    told = shown.episode
-    versions = sorted({span.version for t in told.trajectories for span in t.versions})
-    sampled_by = (
-        f"v{versions[0]}" if len(versions) == 1 else f"v{versions[0]}\N{EN DASH}v{versions[-1]}" if versions else "v?"
-    )
-    reward = "no reward" if told.reward is None else f"reward {told.reward:.3g}"
-    tokens = f"{told.loss_denominator} of {sum(len(t.tokens) for t in told.trajectories)} tokens sampled"
-    facts = [f"sampled by {sampled_by}", shown.fate, shown.label, tokens, str(told.outcome).replace("_", " ")]
-    error = f'<p class="note">{safe(told.error)}</p>' if told.error else ""
-    strips = "".join(f'<div class="strip">{token_strip(t, tokenizer)}</div>' for t in told.trajectories)
-    siblings = f", one of {shown.siblings} siblings" if shown.siblings > 1 else ""
-    return (
-        f"<details{' open' if is_open else ''}><summary><strong>{reward}</strong> "
-        f"{' · '.join(safe(fact) for fact in facts if fact)}<small>prompt {safe(told.prompt_id)}{siblings}</small>"
-        f"</summary>{error}{strips}</details>"
-    )
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
+    """The text of each token in its place; `[id]` without a tokenizer."""
+    if tokenizer is None:
+        return [f"[{token}] " for token in ids]
+    texts: list[str] = []
+    for i, token in enumerate(ids):
+        # Some decoders drop the space at the start of a text, so each token is read after its predecessor.
+        before = tokenizer.decode([ids[i - 1]], skip_special_tokens=False) if i else ""
+        both = tokenizer.decode([ids[i - 1], token], skip_special_tokens=False) if i else ""
+        alone = tokenizer.decode([token], skip_special_tokens=False)
+        texts.append(both[len(before) :] if i and len(both) > len(before) and both.startswith(before) else alone)
+    return texts
+
+
+def _shown(start: int, end: int, total: int) -> Iterator[int | None]:
+    """Indices of the run to show; None once where the middle of a long trajectory is left out."""
+    cut = total > HEAD + TAIL
+    for i in range(start, end):
+        if not cut or i < HEAD or i >= total - TAIL:
+            yield i
+        elif i == HEAD:
+            yield None
+
+
+def _version_name(version: int | None) -> str:
+    return "v?" if version is None or version == UNKNOWN_VERSION else f"v{version}"

@@ -1,19 +1,32 @@
-"""The fate waterfall, and sampled tokens that no surviving step trained."""
+"""What became of every group issued, from the ledger: fates, wasted tokens, discarded groups to read."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from miles_rollout.fates import Fate
 
+from miles_core.durable.spool import SpoolAddress, SpoolError, read_group
+
+from .charts import FATE_COLOURS
+from .conversations import ShownEpisode, pick_episodes
+from .page import Share, count, plural
+
 ORDER = (Fate.TRAINED, Fate.FILTERED, Fate.STALE, Fate.FAILED, Fate.ABORTED, Fate.BUFFERED, Fate.IN_FLIGHT)
+MOST_REASONS = 6
+"""Reasons shown of one fate, and causes of waste."""
+MOST_DISCARDS, EXAMPLES, MOST_EXAMPLES = 12, 2, 12
+"""Fates and reasons in the table of discards; groups shown of each, the newest ones, and in all."""
+_NAMES = {Fate.BUFFERED: "open: in the buffer", Fate.IN_FLIGHT: "open: running"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """Every group of one fate and one reason."""
+@dataclass(frozen=True, slots=True)
+class FateTotals:
+    """All groups of one fate and one reason."""
 
     fate: Fate
     reason: str
@@ -29,22 +42,20 @@ class Ended:
     dropped_tokens: int
     """Of them in groups that a step trained which a rewind left behind."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.fate}: {self.reason}" if self.reason not in ("", self.fate) else str(self.fate)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """Why some sampled tokens were trained by no step."""
-
-    name: str
-    tokens: int
-    fate: Fate | None
-    """Of their groups; None where something else is the cause."""
+    @property
+    def is_discarded(self) -> bool:
+        return self.fate.is_final and self.fate is not Fate.TRAINED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fates:
+class RunFates:
     """What became of everything issued, and of the tokens that were sampled for it."""
 
-    ended: Sequence[Ended]
+    totals: Sequence[FateTotals]
     """By fate in the order of `ORDER`, the most frequent reason first."""
     failed_attempts: int
     """Attempts that were repeated. What they had sampled is not recorded."""
@@ -53,88 +64,144 @@ class Fates:
 
     @property
     def issued(self) -> int:
-        return sum(ended.groups for ended in self.ended)
+        return sum(total.groups for total in self.totals)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of all recorded episodes."""
+        return sum(total.tokens for total in self.totals)
+
+    @property
+    def wasted(self) -> int:
+        """Sampled tokens that no surviving step trained and none will."""
+        return round(sum(cause.value for cause in self.causes()))
+
+    @property
+    def retrained(self) -> int:
+        """Tokens that a step trained which was taken back, and a surviving one again: time lost, no data."""
+        return sum(total.dropped_tokens for total in self.of(Fate.TRAINED))
+
+    def of(self, fate: Fate) -> list[FateTotals]:
+        return [total for total in self.totals if total.fate is fate]
 
     def counts(self) -> dict[str, int]:
         """Groups by final fate, `issued` ones, and those that are open as `in_flight`."""
         known = dict.fromkeys([str(fate) for fate in Fate if fate.is_final], 0)
         known |= {"issued": self.issued, "in_flight": 0}
-        for ended in self.ended:
-            known[str(ended.fate) if ended.fate.is_final else "in_flight"] += ended.groups
+        for total in self.totals:
+            known[str(total.fate) if total.fate.is_final else "in_flight"] += total.groups
         return known
 
-    @property
-    def sampled(self) -> int:
-        """Tokens of all recorded episodes."""
-        return sum(ended.tokens for ended in self.ended)
-
-    def of(self, fate: Fate) -> list[Ended]:
-        return [ended for ended in self.ended if ended.fate is fate]
-
-    def wasted(self) -> list[Cause]:
-        """Sampled tokens that no surviving step trained and none will, by cause, the worst first."""
-        masked = sum(ended.masked_tokens for ended in self.of(Fate.TRAINED))
-        gone = [ended for ended in self.ended if ended.fate.is_final and ended.fate is not Fate.TRAINED]
+    def causes(self) -> list[Share]:
+        """The wasted tokens by cause, the worst first."""
+        masked = sum(total.masked_tokens for total in self.of(Fate.TRAINED))
+        gone = [total for total in self.totals if total.is_discarded]
         causes = [
-            Cause(name="too old: counted for the baseline alone", tokens=masked, fate=None),
-            Cause(
-                name="taken back by a rewind, then not trained", tokens=sum(e.dropped_tokens for e in gone), fate=None
-            ),
-            *(Cause(name=_name(e), tokens=e.tokens - e.dropped_tokens, fate=e.fate) for e in gone),
+            _tokens("too old: counted for the baseline alone", masked),
+            _tokens("taken back by a rewind, then not trained", sum(total.dropped_tokens for total in gone)),
+            *(_tokens(t.name, t.tokens - t.dropped_tokens, FATE_COLOURS[t.fate]) for t in gone),
         ]
-        return sorted((cause for cause in causes if cause.tokens), key=lambda cause: -cause.tokens)
+        return sorted((cause for cause in causes if cause.value), key=lambda cause: -cause.value)
 
-    @property
-    def num_wasted(self) -> int:
-        return sum(cause.tokens for cause in self.wasted())
+    def token_shares(self) -> list[Share]:
+        """All sampled tokens: trained, open, and the worst causes of waste."""
+        causes = self.causes()
+        trained = sum(total.tokens - total.masked_tokens for total in self.of(Fate.TRAINED))
+        still = _tokens("open", self.sampled - trained - self.wasted, 7)
+        rest = _tokens("other causes", sum(cause.value for cause in causes[MOST_REASONS - 1 :]))
+        return [
+            _tokens("trained", trained, 1),
+            *([still] if still.value else []),
+            *causes[: MOST_REASONS - 1],
+            *([rest] if rest.value else []),
+        ]
 
-    @property
-    def retrained(self) -> int:
-        """Tokens that a step trained which was taken back, and a surviving one again: time lost, no data."""
-        return sum(ended.dropped_tokens for ended in self.of(Fate.TRAINED))
+    def waterfall(self) -> list[dict[str, Any]]:
+        """Rows of the table of fates; each begins where the one before it ended, reasons below their fate."""
+        rows: list[dict[str, Any]] = [_row("issued", self.totals, begin=0, colour=7)]
+        level = 0
+        for fate in ORDER:
+            if totals := self.of(fate):
+                colour = FATE_COLOURS[fate]
+                rows.append(_row(_NAMES.get(fate, str(fate)), totals, begin=level, colour=colour))
+                inner = level
+                level += rows[-1]["groups"]
+                if fate is not Fate.TRAINED and any(total.reason not in ("", fate) for total in totals):
+                    for name, some in _by_reason(totals):
+                        rows.append(_row(name, some, begin=inner, colour=colour, is_reason=True))
+                        inner += rows[-1]["groups"]
+        return rows
 
 
-def read_fates(db: sqlite3.Connection) -> Fates:
-    groups = {
-        (fate, reason): count
-        for fate, reason, count in db.execute("SELECT fate, reason, count(*) FROM groups GROUP BY fate, reason")
-    }
-    episodes = {
-        (fate, reason): rest
-        for fate, reason, *rest in db.execute(
-            "SELECT fate, reason, count(*), count(reward), avg(reward), sum(loss_tokens), "
-            "sum(loss_tokens * is_masked), "
-            "sum(loss_tokens * (number IN (SELECT number FROM step_groups WHERE NOT is_live))) "
-            "FROM groups JOIN episodes USING (number) GROUP BY fate, reason"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """Discarded groups of one fate and reason, and some of them to read."""
+
+    totals: FateTotals
+    examples: Sequence[ShownEpisode]
+    missing: str = ""
+    """Why an example cannot be shown."""
+
+
+def read_fates(db: sqlite3.Connection) -> RunFates:
+    totals = [
+        FateTotals(Fate(fate), *rest)
+        for fate, *rest in db.execute(
+            "SELECT fate, reason, count(DISTINCT number), count(episode), count(reward), avg(reward), "
+            "coalesce(sum(loss_tokens), 0), coalesce(sum(loss_tokens * is_masked), 0), coalesce(sum(loss_tokens * "
+            "(number IN (SELECT number FROM step_groups WHERE NOT is_live))), 0) "
+            "FROM groups LEFT JOIN episodes USING (number) GROUP BY fate, reason"
         )
-    }
-    attempts, seconds = db.execute("SELECT count(*), coalesce(sum(seconds), 0) FROM attempts").fetchone()
-    ended = [
-        _ended(fate, reason, count, episodes.get((fate, reason), (0, 0, None, 0, 0, 0)))
-        for (fate, reason), count in groups.items()
     ]
-    return Fates(
-        ended=sorted(ended, key=lambda e: (ORDER.index(e.fate), -e.groups, e.reason)),
-        failed_attempts=attempts,
-        failed_seconds=seconds,
+    attempts, seconds = db.execute("SELECT count(*), coalesce(sum(seconds), 0) FROM attempts").fetchone()
+    totals.sort(key=lambda total: (ORDER.index(total.fate), -total.groups, total.reason))
+    return RunFates(totals=totals, failed_attempts=attempts, failed_seconds=seconds)
+
+
+def read_discards(db: sqlite3.Connection, fates: RunFates, trajectories: Path) -> list[Discard]:
+    """The most frequent kinds of discarded groups, with examples from the spool."""
+    gone = sorted((total for total in fates.totals if total.is_discarded), key=lambda total: -total.groups)[
+        :MOST_DISCARDS
+    ]
+    limit = min(EXAMPLES, max(MOST_EXAMPLES // max(len(gone), 1), 1))
+    return [_discard(db, totals, trajectories, limit=limit) for totals in gone]
+
+
+def _discard(db: sqlite3.Connection, totals: FateTotals, trajectories: Path, *, limit: int) -> Discard:
+    fate = f"{totals.fate} ({totals.reason})" if totals.reason not in ("", totals.fate) else str(totals.fate)
+    examples: list[ShownEpisode] = []
+    rows = db.execute(
+        "SELECT group_id, file, offset FROM groups JOIN segments USING (segment) WHERE fate = ? AND reason = ? "
+        "ORDER BY number DESC LIMIT ?",
+        (totals.fate, totals.reason, limit),
     )
+    for name, file, offset in rows:
+        try:
+            group = read_group(trajectories, SpoolAddress(file=file, offset=offset))
+        except (SpoolError, OSError) as error:
+            return Discard(totals=totals, examples=examples, missing=str(error))
+        shown = pick_episodes([(group, fate)])[:EXAMPLES]
+        if not shown and group.episodes:
+            siblings = len(group.episodes)
+            shown = [ShownEpisode(group.episodes[0], label="without a conversation", fate=fate, siblings=siblings)]
+        examples += [replace(one, label=f"group {name}, {one.label}") for one in shown]
+    return Discard(totals=totals, examples=examples)
 
 
-def _ended(fate: str, reason: str, groups: int, found: Sequence[float | None]) -> Ended:
-    episodes, rewarded, mean, tokens, masked, dropped = found
-    return Ended(
-        fate=Fate(fate),
-        reason=reason,
-        groups=groups,
-        episodes=int(episodes or 0),
-        rewarded=int(rewarded or 0),
-        mean_reward=mean,
-        tokens=int(tokens or 0),
-        masked_tokens=int(masked or 0),
-        dropped_tokens=int(dropped or 0),
-    )
+def _by_reason(totals: Sequence[FateTotals]) -> Iterator[tuple[str, Sequence[FateTotals]]]:
+    """The most frequent reasons, and all others as one."""
+    for total in totals[:MOST_REASONS]:
+        yield total.reason or "no reason given", [total]
+    if rest := totals[MOST_REASONS:]:
+        yield plural(len(rest), "other reason"), rest
 
 
-def _name(ended: Ended) -> str:
-    reason = f": {ended.reason}" if ended.reason and ended.reason != ended.fate else ""
-    return f"{ended.fate}{reason}"
+def _row(
+    name: str, totals: Sequence[FateTotals], *, begin: int, colour: int, is_reason: bool = False
+) -> dict[str, Any]:
+    groups, tokens = sum(total.groups for total in totals), sum(total.tokens for total in totals)
+    return {"name": name, "groups": groups, "tokens": tokens, "begin": begin, "colour": colour, "is_reason": is_reason}
+
+
+def _tokens(name: str, tokens: float, colour: int = 6) -> Share:
+    return Share(name, tokens, count(tokens), colour)

@@ -1,27 +1,52 @@
-"""The page around the sections, and how it reaches the disk."""
+"""Fills `page.html.j2`: one file that loads nothing, and that no text of a model, user or file can break out of."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.resources
-from collections.abc import Iterable
+import json
+import math
+import time
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from .text import safe
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from miles_core.monitor.summary import format_seconds
+from miles_core.text import visible
+
+_FOLDER = Path(__file__).parent
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+"""What could end the element that the JSON stands in, spelled as JSON allows."""
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """A whole page: no request leaves it, and its policy forbids every script but its own."""
-    style, script = _asset("style.css"), _asset("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{safe(title)} · Miles</title><style>{style}</style></head>"
-        f'<body><main>{"".join(body)}</main><div id="tip" role="status"></div><script>{script}</script></body></html>\n'
+class Share(NamedTuple):
+    """One part of a whole, as the page shows it."""
+
+    name: str
+    value: float
+    text: str
+    colour: int
+
+
+def render(kind: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:
+    """A whole page. Its policy forbids every request, and every script but its own.
+
+    Args:
+        kind: `run` or `comparison`.
+        data: what the script draws, embedded as JSON; `values` are what the template shows.
+    """
+    style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    return _template().render(
+        kind=kind,
+        title=title,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=style,
+        script=script,
+        data=embedded(data),
+        **values,
     )
 
 
@@ -32,5 +57,86 @@ def save(path: Path, html: str) -> Path:
     return partial.replace(path)
 
 
-def _asset(name: str) -> str:
-    return importlib.resources.files("miles_core.report").joinpath(name).read_text(encoding="utf-8")
+def embedded(data: Any) -> str:
+    """JSON that may stand inside a `script` element."""
+    text = json.dumps(_plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)
+
+
+def format_number(value: float) -> str:
+    """Short and readable: 0.53, 41.2, 1.2k, 3.4M, 3.1e-6. The script's `short` does the same."""
+    if not math.isfinite(value):
+        return "\N{EN DASH}"
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3 or size >= 1e9:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    unit, letter = (1e6, "M") if size >= 1e6 else (1e3, "k") if size >= 1e4 else (1.0, "")
+    text = f"{value / unit:.{4 if 1000 <= size < 1e4 else 3}g}"
+    return (f"{value / unit:.0f}" if "e" in text else text) + letter
+
+
+def percent(share: float) -> str:
+    """`0 %`, `<0.1 %`, `3.1 %`, `97 %`."""
+    value = 100 * share
+    if value == 0 or value >= 10:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 0.1 else "<0.1 %"
+
+
+def count(number: float) -> str:
+    """`12 345`, grouped with thin spaces."""
+    return f"{number:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+def plural(number: int, one: str) -> str:
+    """`1 group`, `2 groups`."""
+    return f"{count(number)} {one if number == 1 else one + 's'}"
+
+
+def clock(seconds: float) -> str:
+    """`0:04:12`, `2 d 3:04:12`."""
+    days, rest = divmod(max(round(seconds), 0), 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days} d {text}" if days else text
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "clock": clock,
+        "count": count,
+        "percent": percent,
+        "plural": plural,
+        "seconds": format_seconds,
+    }
+    environment.filters["indented"] = lambda content: json.dumps(content, indent=2)
+    environment.filters["utc"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+    return environment.get_template("page.html.j2")
+
+
+def _shown(value: Any) -> Any:
+    """The one door through which text reaches the page: nothing in it is hidden or reordered. The template escapes."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return visible(value) if is_text and not value.isprintable() else value
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: numbers of six digits, null for what is not finite, text that hides nothing."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_shown(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _shown(value)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-import re
+import json
 
 import numpy as np
-from miles_core.report.strips import HEAD, TAIL, pieces, token_strip
+from miles_core.report.conversations import HEAD, TAIL, token_strip, token_texts
+from miles_core.report.page import embedded
 from miles_core.text import visible
 from miles_tito.records import Trajectory, VersionSpan
 from tokenizers import Tokenizer, decoders, models
@@ -26,39 +27,47 @@ def trajectory(mask, logprobs=None, versions=None) -> Trajectory:
     )
 
 
+def tokens_of(blocks) -> list[list]:
+    return [item for block in blocks for item in block["items"] if isinstance(item, list)]
+
+
 def test_each_author_has_a_block_and_only_sampled_tokens_are_shaded():
-    html = token_strip(trajectory([False, True, True, False, True]), tokenizer("p", "a", "b", "e"))
-    assert re.findall(r'class="turn (\w+)"', html) == ["prompt", "policy", "environment", "policy"]
-    assert html.count('class="t l0"') == 3
-    assert html.count('class="t"') == 2
+    blocks = token_strip(trajectory([False, True, True, False, True]), tokenizer("p", "a", "b", "e"))
+    assert [block["author"] for block in blocks] == ["prompt", "policy", "environment", "policy"]
+    assert [item for item in tokens_of(blocks) if len(item) == 2] == [[0, "p"], [3, "e"]]
+    assert [level for _, _, _, level in (item for item in tokens_of(blocks) if len(item) == 4)] == [0, 0, 0]
 
 
 def test_the_less_likely_the_darker_and_the_pointer_finds_id_logprob_and_version():
     logprobs = [-0.01, -0.2, -1.0, -2.0, -9.0]
-    html = token_strip(trajectory([True] * 5, logprobs), tokenizer("p", "a", "b", "e"))
-    assert re.findall(r"t l(\d)", html) == ["0", "1", "2", "3", "4"]
-    assert 'data-t="2|-1.0000|v3"' in html
+    (block,) = token_strip(trajectory([True] * 5, logprobs), tokenizer("p", "a", "b", "e"))
+    version, *items = block["items"]
+    assert [item[3] for item in items] == [0, 1, 2, 3, 4]
+    assert (version, items[2]) == ("v3", [2, "b", -1.0, 2])
 
 
 def test_a_new_weight_version_is_marked_where_it_begins():
     spans = (VersionSpan(start=1, end=3, version=3), VersionSpan(start=3, end=5, version=4))
-    html = token_strip(trajectory([False, True, True, True, True], versions=spans), tokenizer("p", "a", "b", "e"))
-    assert re.findall(r'<b class="v">(\w+)</b>', html) == ["v3", "v4"]
-    assert html.index(">b</i>") < html.index(">v4<") < html.index(">e</i>")
+    blocks = token_strip(trajectory([False, True, True, True, True], versions=spans), tokenizer("p", "a", "b", "e"))
+    marked = [item if isinstance(item, str) else item[1] for block in blocks for item in block["items"]]
+    assert marked == ["p", "v3", "a", "b", "v4", "e", "p"]
 
 
 def test_a_long_trajectory_shows_its_ends_and_says_how_much_is_missing():
-    html = token_strip(trajectory([False] * 10 + [True] * 3000), None)
-    assert html.count('<i class="t') == HEAD + TAIL
-    assert f"… {3010 - HEAD - TAIL} tokens left out …" in html
+    blocks = token_strip(trajectory([False] * 10 + [True] * 3000), None)
+    assert len(tokens_of(blocks)) == HEAD + TAIL
+    left_out = [item for block in blocks for item in block["items"] if isinstance(item, int)]
+    assert left_out == [3010 - HEAD - TAIL]
 
 
 def test_what_hides_or_reorders_text_is_made_visible():
     assert visible("a\tb\nc d") == "a\\u0009b⏎\nc d"
     assert visible("x\u202ey\u200bz\x00") == "x\\u202ey\\u200bz\\u0000"
     assert visible("naïve 漢字 🙂") == "naïve 漢字 🙂"
+    texts = ["a\tb\nc d", "x\u202ey\u200bz\x00", "naïve 漢字 🙂"]
+    assert json.loads(embedded(texts)) == [visible(text) for text in texts]
 
 
 def test_the_space_that_a_decoder_drops_at_the_start_of_a_text_is_kept():
     spm = tokenizer("▁The", "▁ox", "en", decoder=decoders.Metaspace())
-    assert pieces([0, 1, 2], spm) == ["The", " ox", "en"]
+    assert token_texts([0, 1, 2], spm) == ["The", " ox", "en"]

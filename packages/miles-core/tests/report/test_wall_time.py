@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from long_run import SAMPLED, LongRun, play
 from miles_core.ledger import reading
-from miles_core.report.course import Course, Cover, Start, Step, read_course
-from miles_core.report.effective import split_time
 from miles_core.report.fates import read_fates
-from miles_core.report.read import read_run
-from miles_core.report.timeline import load
+from miles_core.report.history import RunHistory, Start, Step, read_history
+from miles_core.report.run_data import read_run
+from miles_core.report.wall_time import KINDS, covered, load, split_time
 from miles_rollout.fates import Fate
 
 times = st.floats(0, 100, allow_nan=False)
@@ -23,7 +22,7 @@ intervals = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pa
 
 def seconds_of(path) -> dict[str, float]:
     """Kind -> seconds, zeros left out."""
-    split = read_run(path).time()
+    split = read_run(path).time
     assert split is not None
     return {kind: round(value, 3) for kind, value in split.seconds.items() if value}
 
@@ -40,7 +39,7 @@ def test_an_undisturbed_run_is_start_up_steps_and_what_lies_between(tmp_path):
     run.clock.go(2)
     run.evaluate(2, 0.5, seconds=5)
     assert seconds_of(run.write()) == {"start-up": 20, "steps": 20, "checkpoint": 3, "evaluation": 5, "other": 2}
-    assert read_run(tmp_path).time().ratio == pytest.approx(0.4)
+    assert read_run(tmp_path).time.ratio == pytest.approx(0.4)
 
 
 def test_a_step_that_a_rewind_took_back_is_lost_and_so_is_the_one_that_was_cut_off(tmp_path):
@@ -120,41 +119,43 @@ def test_a_pause_that_the_end_of_its_process_ended_does_not_last_until_the_next(
     run.issue()
     run.write()
     with reading(tmp_path / "ledger.db") as db:
-        assert [round(end - begin) for begin, end in read_course(db).pauses] == [5, 2]
+        assert [round(end - begin) for begin, end in read_history(db).pauses] == [5, 2]
 
 
 def test_a_whole_life_adds_up_to_its_wall_time(tmp_path):
     play(tmp_path)
     run = read_run(tmp_path)
-    assert run.book is not None
-    split = run.time()
-    assert split.wall == pytest.approx(run.book.course.end - run.book.course.begin)
-    assert all(split.seconds[kind] > 0 for kind in split.seconds)
+    assert run.ledger is not None
+    split = run.time
+    assert split.wall == pytest.approx(run.ledger.history.end - run.ledger.history.begin)
+    assert all(split.seconds[kind] > 0 for kind in KINDS)
+    assert sum(share.value for share in split.shares()) == pytest.approx(split.wall)
     assert 0 < split.ratio < 1
 
 
 def test_a_run_that_has_only_begun_has_no_ratio(tmp_path):
     run = LongRun(tmp_path)
     run.start()
-    assert read_run(run.write()).time().ratio is None
+    assert read_run(run.write()).time.ratio is None
 
 
 def test_an_empty_ledger_has_no_time_at_all(tmp_path):
     run = LongRun(tmp_path)
     run.write()
     read = read_run(tmp_path)
-    assert read.time().ratio is None
+    assert read.time.ratio is None
     assert read.timeline() is None
 
 
 @given(intervals, times, times)
-def test_a_cover_counts_each_moment_once(spans, begin, end):
+def test_what_spans_cover_of_a_window_counts_each_moment_once(spans, begin, end):
     step = 0.01
     moments = np.arange(begin, end, step) + step / 2
     inside = np.zeros(len(moments), dtype=bool)
     for left, right in spans:
         inside |= (moments >= left) & (moments < right)
-    assert Cover(spans).seconds(begin, end) == pytest.approx(inside.sum() * step, abs=step * (2 * len(spans) + 2))
+    (found,) = covered(spans, np.array([[begin, end]]))
+    assert found == pytest.approx(inside.sum() * step, abs=step * (2 * len(spans) + 2))
 
 
 @given(intervals)
@@ -182,7 +183,16 @@ def test_every_group_and_token_is_in_the_waterfall_once(tmp_path):
         ).fetchone()
     assert (fates.issued, fates.sampled) == (issued, tokens)
     trained = sum(e.tokens - e.masked_tokens for e in fates.of(Fate.TRAINED))
-    assert trained + fates.num_wasted == tokens, "the run is over: nothing is open"
+    assert trained + fates.wasted == tokens, "the run is over: nothing is open"
+    assert sum(share.value for share in fates.token_shares()) == tokens
+    first, *rows = fates.waterfall()
+    assert (first["groups"], first["tokens"]) == (issued, tokens)
+    level = 0
+    for row in rows:
+        if not row["is_reason"]:
+            assert row["begin"] == level, "each begins where the one before it ended"
+            level += row["groups"]
+    assert level == issued
 
 
 def test_tokens_are_wasted_by_their_cause(tmp_path):
@@ -200,7 +210,7 @@ def test_tokens_are_wasted_by_their_cause(tmp_path):
     run.end([back], Fate.STALE, "stale")
     fates = fates_of(run.write())
     group = 2 * SAMPLED
-    assert {cause.name: cause.tokens for cause in fates.wasted()} == {
+    assert {cause.name: cause.value for cause in fates.causes()} == {
         "stale: two versions behind": group,
         "taken back by a rewind, then not trained": group,
     }
@@ -218,8 +228,8 @@ def test_masked_episodes_are_waste_although_their_group_was_trained(tmp_path):
 
     with sqlite3.connect(tmp_path / "ledger.db") as db:
         db.execute("UPDATE episodes SET is_masked = 1 WHERE episode = 0")
-    (cause,) = fates_of(tmp_path).wasted()
-    assert (cause.name, cause.tokens) == ("too old: counted for the baseline alone", SAMPLED)
+    (cause,) = fates_of(tmp_path).causes()
+    assert (cause.name, cause.value) == ("too old: counted for the baseline alone", SAMPLED)
 
 
 def test_rows_without_seconds_leave_the_time_between_steps_to_other(tmp_path):
@@ -233,14 +243,14 @@ def test_rows_without_seconds_leave_the_time_between_steps_to_other(tmp_path):
         run.end([name], Fate.TRAINED, "", version=1)
     run.write()
     with reading(tmp_path / "ledger.db") as db:
-        split = split_time(read_course(db), [])
+        split = split_time(read_history(db), [])
     assert split.seconds["start-up"] == pytest.approx(7)
     assert split.ratio == 0
     assert not math.isnan(split.wall)
 
 
 @st.composite
-def courses(draw) -> Course:
+def histories(draw) -> RunHistory:
     """Starts and steps at any times, in order or not: clocks are set back, and steps recorded late."""
     moments = st.floats(0, 1000, allow_nan=False)
     starts = [
@@ -259,19 +269,19 @@ def courses(draw) -> Course:
         )
         for i, start in enumerate(sorted(draw(st.lists(st.integers(0, len(starts) - 1), max_size=8))))
     ]
-    return Course(
+    return RunHistory(
         starts=starts,
         steps=steps,
         evaluations=draw(intervals),
         pauses=draw(intervals),
-        losses=sorted(draw(st.lists(moments, max_size=3))),
+        trainer_deaths=sorted(draw(st.lists(moments, max_size=3))),
     )
 
 
-@given(courses())
-def test_no_kind_of_time_is_negative_and_none_is_counted_twice(course):
-    split = split_time(course, [{"step": 1.0, "time/checkpoint": 50.0, "time/step": 1.0}])
+@given(histories())
+def test_no_kind_of_time_is_negative_and_none_is_counted_twice(history):
+    split = split_time(history, [{"step": 1.0, "time/checkpoint": 50.0, "time/step": 1.0}])
     assert all(value >= 0 for value in split.seconds.values())
-    ends = [start.at for start in course.starts[1:]] + [course.starts[-1].end]
-    spans = [max(end - start.at, 0) for start, end in zip(course.starts, ends, strict=True)]
+    ends = [start.at for start in history.starts[1:]] + [history.starts[-1].end]
+    spans = [max(end - start.at, 0) for start, end in zip(history.starts, ends, strict=True)]
     assert split.wall == pytest.approx(sum(spans), abs=1e-6)
