@@ -10,7 +10,7 @@ from typing import Any
 from core_records import make_group
 from miles_core.evaluation.config import DatasetConfig
 from miles_core.evaluation.points import EvalLog
-from miles_core.evaluation.scoring import Conversations, Scorer
+from miles_core.evaluation.scoring import Conversations, DatasetScorer
 from miles_rollout.dispatch import GroupRequest
 from miles_tito.records import Prompt, Sampling
 from miles_tito.records.summary import GroupRef, summarize
@@ -82,12 +82,12 @@ class ScriptedEngines:
 
 
 def make_log(told: Told, *, present: Callable[[], int] = lambda: 0) -> EvalLog:
-    return EvalLog(sink=told, monitor=told, present_step=present)
+    return EvalLog(ledger=told, monitor=told, present_step=present)  # pyright: ignore[reportArgumentType]
 
 
-def make_scorer(tmp_path: Path, *, keep: int = 2, **datasets: DatasetConfig) -> Scorer:
+def make_scorer(tmp_path: Path, *, keep: int = 2, **datasets: DatasetConfig) -> DatasetScorer:
     datasets = datasets or {"eval": DatasetConfig(samples_per_prompt=2)}
-    return Scorer(
+    return DatasetScorer(
         datasets,
         prompts={name: [Prompt(id=f"{name}-{i}") for i in range(3)] for name in datasets},
         conversations=Conversations(tmp_path / "eval", keep=keep),

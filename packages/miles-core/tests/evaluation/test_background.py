@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
-from miles_core.evaluation.background import BackgroundEvaluator, Snapshots
+from miles_core.evaluation.background import BackgroundEvaluator
 from miles_core.evaluation.dedicated import DedicatedScorer
 from miles_core.evaluation.points import DatasetScore
 from scripted_rollout import now, run_virtual
@@ -57,7 +57,8 @@ class SlowScorer:
 def make_background(tmp_path, scorer, trainer, told, *, overlap: Overlap = "backpressure", timeout_s=100.0):
     return BackgroundEvaluator(
         scorer,
-        snapshots=Snapshots(tmp_path / "snapshots", export=trainer.export),
+        snapshots=tmp_path / "snapshots",
+        export=trainer.export,
         log=make_log(told, present=lambda: trainer.step),
         log_late=told.log_late,
         overlap=overlap,
@@ -192,7 +193,7 @@ def test_a_point_that_cannot_be_recorded_ends_the_run_at_the_next_occasion(tmp_p
 
 def test_snapshots_of_a_process_that_died_are_removed(tmp_path):
     (tmp_path / "snapshots" / "step-000003").mkdir(parents=True)
-    Snapshots(tmp_path / "snapshots", export=Trainer().export)
+    make_background(tmp_path, SlowScorer(), Trainer(), Told())
     assert not (tmp_path / "snapshots").exists()
 
 

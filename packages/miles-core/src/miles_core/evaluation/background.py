@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from .failures import why
+from .evaluator import Evaluator
 from .points import DatasetScore, EvalLog, EvalPoint
 
 
@@ -26,36 +26,15 @@ class SnapshotScorer(Protocol):
     async def close(self) -> None: ...
 
 
-class Snapshots:
-    """Folders with the weights of steps that are being evaluated."""
-
-    def __init__(self, root: Path, *, export: Callable[[Path], Awaitable[None]]) -> None:
-        """
-        Args:
-            export: writes the trainer's present weights as a Hugging Face folder.
-        """
-        shutil.rmtree(root, ignore_errors=True)  # of a process that died: nobody evaluates them any more
-        self._root = root
-        self._export = export
-
-    async def take(self, step: int) -> Path:
-        folder = self._root / f"step-{step:06d}"
-        self._root.mkdir(parents=True, exist_ok=True)
-        await self._export(folder)
-        return folder
-
-    def drop(self, step: int) -> None:
-        shutil.rmtree(self._root / f"step-{step:06d}", ignore_errors=True)
-
-
-class BackgroundEvaluator:
+class BackgroundEvaluator(Evaluator):
     """Keeps at most one evaluation running beside training."""
 
     def __init__(
         self,
         scorer: SnapshotScorer,
         *,
-        snapshots: Snapshots,
+        snapshots: Path,
+        export: Callable[[Path], Awaitable[None]],
         log: EvalLog,
         log_late: Callable[[int, Mapping[str, float]], None],
         overlap: Literal["backpressure", "skip"],
@@ -63,10 +42,14 @@ class BackgroundEvaluator:
     ) -> None:
         """
         Args:
+            snapshots: folder for the weights of the step that is being evaluated.
+            export: writes the trainer's present weights as a Hugging Face folder.
             log_late: takes the metrics of an earlier step.
         """
+        shutil.rmtree(snapshots, ignore_errors=True)  # of a process that died: nobody evaluates them any more
         self._scorer = scorer
         self._snapshots = snapshots
+        self._export = export
         self._log = log
         self._log_late = log_late
         self._overlap = overlap
@@ -85,13 +68,13 @@ class BackgroundEvaluator:
             return self._log.skipped(step, reason, began=began).metrics()
         await self.drain()
         try:
-            snapshot = await self._snapshots.take(step)
+            self._snapshots.mkdir(parents=True, exist_ok=True)
+            await self._export(self._folder(step))
         except Exception as error:  # the boundary: training does not end because an evaluation did
-            self._snapshots.drop(step)
-            reason = why(error, "writing a snapshot of the weights", timeout_s=self._timeout_s)
-            return self._log.skipped(step, reason, began=began).metrics()
+            self._drop(step)
+            return self._failed(step, error, "writing a snapshot of the weights", began).metrics()
         self._step, self._began = step, began
-        self._running = asyncio.create_task(self._evaluate(step, snapshot, began), name=f"evaluate step {step}")
+        self._running = asyncio.create_task(self._evaluate(step, began), name=f"evaluate step {step}")
         return {}
 
     async def drain(self) -> None:
@@ -100,39 +83,42 @@ class BackgroundEvaluator:
             await running
 
     async def rewind(self, step: int) -> None:
-        if self._step > step:
-            began = self._began
-            if await self._give_up():
-                self._log.skipped(self._step, f"the run went back to step {step}", began=began)
-        self._log.rewind(step)
+        if self._step > step and await self._cancel():
+            self._log.skipped(self._step, f"the run went back to step {step}", began=self._began)
 
     async def close(self) -> None:
         try:
-            await self._give_up()
+            await self._cancel()
         finally:
             await self._scorer.close()
 
-    async def _give_up(self) -> bool:
-        """Cancel what runs; says whether that kept it from a point."""
+    async def _cancel(self) -> bool:
+        """Cancel what runs; returns whether that kept it from a point."""
         running, self._running = self._running, None
         if running is None or running.done():
             return False
         running.cancel()
         await asyncio.wait([running])
-        self._snapshots.drop(self._step)  # a task that never began has not done it
+        self._drop(self._step)  # a task that never began has not done it
         return running.cancelled()
 
-    async def _evaluate(self, step: int, snapshot: Path, began: float) -> None:
-        try:
-            point = await self._point(step, snapshot, began)
-        finally:
-            self._snapshots.drop(step)
-        self._log_late(step, point.metrics())
-
-    async def _point(self, step: int, snapshot: Path, began: float) -> EvalPoint:
+    async def _evaluate(self, step: int, began: float) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                scores = await self._scorer(step, snapshot)
+                scores = await self._scorer(step, self._folder(step))
         except Exception as error:  # the boundary, as above
-            return self._log.skipped(step, why(error, "evaluating", timeout_s=self._timeout_s), began=began)
-        return self._log.scored(step, scores, began=began)
+            point = self._failed(step, error, "evaluating", began)
+        else:
+            point = self._log.scored(step, scores, began=began)
+        finally:
+            self._drop(step)
+        self._log_late(step, point.metrics())
+
+    def _failed(self, step: int, error: Exception, doing: str, began: float) -> EvalPoint:
+        return self._log.failed(step, error, doing, timeout_s=self._timeout_s, began=began)
+
+    def _folder(self, step: int) -> Path:
+        return self._snapshots / f"step-{step:06d}"
+
+    def _drop(self, step: int) -> None:
+        shutil.rmtree(self._folder(step), ignore_errors=True)

@@ -12,13 +12,13 @@ from miles_tito.records import Prompt
 from miles_core.durable.rundir import RunDir
 from miles_core.monitor import Monitor
 
-from .background import BackgroundEvaluator, Snapshots, SnapshotScorer
+from .background import BackgroundEvaluator, SnapshotScorer
 from .config import EvalConfig
 from .dedicated import DedicatedScorer, EvalServing
-from .evaluator import Evaluator, NoEvaluator
+from .evaluator import Evaluator
 from .external import ExternalScorer
 from .points import EvalLog
-from .scoring import Conversations, Scorer
+from .scoring import Conversations, DatasetScorer
 from .shared import InFlight, SharedEvaluator
 
 
@@ -44,7 +44,7 @@ async def build_evaluator(
         serving: makes engines of their own for the evaluation.
     """
     if not config.enabled:
-        return NoEvaluator()
+        return Evaluator()
     scorer: SnapshotScorer
     if config.mode == "external":
         assert config.external is not None, "checked with the configuration"
@@ -52,7 +52,7 @@ async def build_evaluator(
     else:
         heldout = {name: await prompts(d.split, d.num_prompts) for name, d in config.all_datasets.items()}
         conversations = Conversations(run_dir.evaluations, keep=config.keep)
-        datasets = Scorer(config.all_datasets, prompts=heldout, conversations=conversations)
+        datasets = DatasetScorer(config.all_datasets, prompts=heldout, conversations=conversations)
         if config.mode == "shared":
             return SharedEvaluator(
                 datasets,
@@ -65,7 +65,8 @@ async def build_evaluator(
         scorer = DedicatedScorer(datasets, serving=serving)
     return BackgroundEvaluator(
         scorer,
-        snapshots=Snapshots(run_dir.evaluations / "snapshots", export=export),
+        snapshots=run_dir.evaluations / "snapshots",
+        export=export,
         log=log,
         log_late=monitor.log_late,
         overlap=config.overlap,

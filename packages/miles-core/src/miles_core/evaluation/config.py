@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from miles_tito.errors import MilesError
 from miles_tito.records import Sampling
+from miles_tito.shared.settings import SettingError, at_least, require
 
-
-class EvalConfigError(MilesError, ValueError):
-    """The `[eval]` section holds a value out of range, or contradicts itself."""
+EvalConfigError = SettingError
+"""The name that the error of this section had before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +33,8 @@ class DatasetConfig:
     """How the policy samples; none samples as in training."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "samples_per_prompt"):
-            _at_least(self, 1, name)
-        if not math.isfinite(self.success_reward):
-            raise EvalConfigError(f"`success_reward` is {self.success_reward}; it must be a finite number.")
+        at_least(self, 1, "num_prompts", "samples_per_prompt")
+        require(math.isfinite(self.success_reward), "success_reward", self.success_reward, "a finite number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +79,9 @@ class EvalConfig:
     """Several sets of problems, a table each."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "every", "keep")
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise EvalConfigError(f"`timeout_s` is {self.timeout_s}; it must be a positive number of seconds.")
+        at_least(self, 0, "every", "keep")
+        is_time = math.isfinite(self.timeout_s) and self.timeout_s > 0
+        require(is_time, "timeout_s", self.timeout_s, "a positive number of seconds")
         self._check_datasets()
         self._check_external()
 
@@ -97,63 +94,43 @@ class EvalConfig:
         """By name; the simple form is one that is called `eval`."""
         if self.mode == "external":
             return {}
-        if self.datasets:
-            return self.datasets
-        return {
-            "eval": DatasetConfig(
-                split=self.split,
-                num_prompts=self.num_prompts,
-                samples_per_prompt=self.samples_per_prompt,
-                success_reward=self.success_reward,
-                sampling=self.sampling,
-            )
-        }
+        return self.datasets or {"eval": self._single_dataset()}
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights after `step` have their turn."""
+        """Whether the weights after `step` are evaluated."""
         return self.every > 0 and step > 0 and step % self.every == 0
 
+    def _single_dataset(self) -> DatasetConfig:
+        return DatasetConfig(**{key.name: getattr(self, key.name) for key in fields(DatasetConfig)})
+
     def _check_datasets(self) -> None:
-        simple = DatasetConfig(
-            split=self.split,
-            num_prompts=self.num_prompts,
-            samples_per_prompt=self.samples_per_prompt,
-            success_reward=self.success_reward,
-            sampling=self.sampling,
-        )
-        default = DatasetConfig()
-        for key in fields(DatasetConfig):
-            value = getattr(simple, key.name)
-            if value == getattr(default, key.name):
-                continue
-            if self.datasets:
-                raise EvalConfigError(
-                    f"`{key.name}` is {value!r} beside {len(self.datasets)} tables [eval.datasets.NAME], each of which "
-                    "has its own. Move it there."
-                )
-            if self.mode == "external":
-                raise EvalConfigError(f"`{key.name}` has no effect with `mode` = 'external'; remove it.")
+        single, default = self._single_dataset(), DatasetConfig()
+        given = [key.name for key in fields(single) if getattr(single, key.name) != getattr(default, key.name)]
+        if given and self.datasets:
+            raise SettingError(
+                f"`{given[0]}` is {getattr(self, given[0])!r} beside {len(self.datasets)} tables [eval.datasets.NAME], "
+                "each of which has its own. Move it there."
+            )
+        if self.mode == "external" and (given or self.datasets):
+            name = given[0] if given else "datasets"
+            raise SettingError(f"`{name}` has no effect with `mode` = 'external'; remove it.")
         for name in self.datasets:
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                raise EvalConfigError(
+                raise SettingError(
                     f"`datasets` has the name {name!r}; use letters, digits, '_', '.', '-': it goes into URLs."
                 )
-        if self.datasets and self.mode == "external":
-            raise EvalConfigError("`datasets` has no effect with `mode` = 'external'; remove it.")
 
     def _check_external(self) -> None:
         if self.mode != "external":
             if self.external is not None:
-                raise EvalConfigError(
+                raise SettingError(
                     f'`external` is {self.external!r} but `mode` is {self.mode!r}. Set `mode = "external"`.'
                 )
             return
         if self.external is None:
-            raise EvalConfigError(
-                "`mode` is 'external' but `external` is not set: name a function or a command for it."
-            )
+            raise SettingError("`mode` is 'external' but `external` is not set: name a function or a command for it.")
         if not is_import_string(self.external) and "{checkpoint}" not in self.external:
-            raise EvalConfigError(
+            raise SettingError(
                 f"`external` is {self.external!r}, which is no import string `module:function`; as a command it must "
                 "say where the checkpoint's path goes, `{checkpoint}`."
             )
@@ -161,10 +138,3 @@ class EvalConfig:
 
 def is_import_string(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text) is not None
-
-
-def _at_least(section: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < least:
-            raise EvalConfigError(f"`{name}` is {value}; it must be at least {least}.")

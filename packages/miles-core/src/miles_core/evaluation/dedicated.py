@@ -10,7 +10,7 @@ from typing import Protocol
 from miles_rollout.dispatch import RunGroup
 
 from .points import DatasetScore
-from .scoring import Scorer
+from .scoring import DatasetScorer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EvalServing(Protocol):
 class DedicatedScorer:
     """Starts the engines with the first snapshot, and anew after an evaluation that failed."""
 
-    def __init__(self, scorer: Scorer, *, serving: Callable[[], EvalServing]) -> None:
+    def __init__(self, scorer: DatasetScorer, *, serving: Callable[[], EvalServing]) -> None:
         """
         Args:
             serving: makes the engines and what belongs to them; called again after a failure.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
+class Evaluator:
+    """Evaluates versions of the weights for the run; this one, for a run without evaluation, does nothing.
 
-class Evaluator(Protocol):
-    """Evaluates versions of the weights. Whatever goes wrong is a skipped point with its reason, never an error here.
-
-    Only what keeps a point from being recorded (the ledger's disk is full) is raised.
+    Whatever goes wrong is a skipped point with its reason, never an error here. Only what keeps a point from being
+    recorded (the ledger's disk is full) is raised.
     """
 
     async def begin(self, step: int) -> dict[str, float]:
@@ -17,32 +16,13 @@ class Evaluator(Protocol):
         Returns:
             metrics that are there already, for the row of `step`; later ones are logged when they come.
         """
-        ...
-
-    async def drain(self) -> None:
-        """Wait until every evaluation begun has its point."""
-        ...
-
-    async def rewind(self, step: int) -> None:
-        """The run goes back to `step`: evaluations of later weights are given up, and their points are no more."""
-        ...
-
-    async def close(self) -> None:
-        """Give up what still runs, and stop what was started for it."""
-        ...
-
-
-class NoEvaluator:
-    """Stands in where evaluation is off."""
-
-    async def begin(self, step: int) -> dict[str, float]:
         return {}
 
     async def drain(self) -> None:
-        return None
+        """Wait until every evaluation begun has its point."""
 
     async def rewind(self, step: int) -> None:
-        return None
+        """The run goes back to `step`: evaluations of later weights are cancelled, and their points dropped."""
 
     async def close(self) -> None:
-        return None
+        """Cancel what still runs, and stop what was started for it."""

@@ -1,4 +1,4 @@
-"""Evaluation points: what a step's weights scored, or why they have no score, and everybody who is told."""
+"""Evaluation points: what a step's weights scored, or why they have no score, and where that is recorded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from miles_rollout.guards import first_line
+
+from miles_core.errors import cause
+from miles_core.ledger import Ledger
 from miles_core.monitor import Monitor
 
 logger = logging.getLogger(__name__)
@@ -34,8 +37,7 @@ class EvalPoint:
     step: int
     """The step whose weights were evaluated."""
     scores: tuple[DatasetScore, ...]
-    reason: str
-    """Why there is no score at all; empty where there is one."""
+    """Empty where it was skipped."""
     lag_steps: int
     """Steps that training went on while it was evaluated."""
     seconds: float
@@ -49,77 +51,62 @@ class EvalPoint:
 
     def metrics(self) -> dict[str, float]:
         """For the row of `step`. A score that does not exist is absent, never 0."""
-        merged = {name: value for part in self.scores for name, value in part.metrics.items()}
+        merged = {name: value for scored in self.scores for name, value in scored.metrics.items()}
         if len(self.scores) > 1 and self.score is not None:
             merged["eval/score"] = self.score
         merged |= {"eval/lag_steps": float(self.lag_steps), "eval/seconds": self.seconds}
-        skipped = sum(part.score is None for part in self.scores) if self.scores else 1
+        skipped = sum(scored.score is None for scored in self.scores) if self.scores else 1
         return merged | ({"eval/skipped": float(skipped)} if skipped else {})
 
 
-class EvalSink(Protocol):
-    """Keeps evaluations for good: the ledger."""
-
-    def evaluated(
-        self,
-        dataset: str,
-        *,
-        version: int,
-        logged_version: int,
-        score: float | None,
-        reason: str,
-        seconds: float,
-        metrics: Mapping[str, float],
-    ) -> None: ...
-
-
 class EvalLog:
-    """Takes every point of a run and tells ledger, log file and trace; metrics it returns."""
+    """Records every point of a run in ledger, log file and trace; its metrics are the caller's to log."""
 
-    def __init__(self, *, sink: EvalSink, monitor: Monitor, present_step: Callable[[], int]) -> None:
+    def __init__(self, *, ledger: Ledger, monitor: Monitor, present_step: Callable[[], int]) -> None:
         """
         Args:
             present_step: the last one that training has made, for the lag.
         """
-        self._sink = sink
+        self._ledger = ledger
         self._monitor = monitor
         self._present_step = present_step
-        self.points: list[EvalPoint] = []
 
     def scored(self, step: int, scores: Sequence[DatasetScore], *, began: float) -> EvalPoint:
         """The evaluation that was due at `began` (seconds since the epoch) came to an end."""
-        reason = "" if any(part.score is not None for part in scores) else "; ".join(part.reason for part in scores)
-        return self._record(step, tuple(scores), reason, began)
+        ended, present = time.time(), self._present_step()
+        lag = max(present - step, 0)
+        point = EvalPoint(step=step, scores=tuple(scores), lag_steps=lag, seconds=ended - began)
+        self._monitor.event("evaluate", began, ended, "eval")
+        for scored in scores:
+            if scored.score is not None:
+                logger.info("step %d, %d steps later: %s", step, lag, scored.text)
+            else:
+                logger.warning("step %d has no score on %s: %s", step, scored.dataset, scored.reason)
+            self._record(step, scored, present, point.seconds)
+        return point
 
     def skipped(self, step: int, reason: str, *, began: float) -> EvalPoint:
         """It did not, for `reason`: one line."""
-        return self._record(step, (), reason, began)
-
-    def rewind(self, step: int) -> None:
-        """Points of later steps belong to weights that are gone; the ledger keeps them."""
-        self.points = [point for point in self.points if point.step <= step]
-
-    def _record(self, step: int, scores: tuple[DatasetScore, ...], reason: str, began: float) -> EvalPoint:
-        ended, present = time.time(), self._present_step()
-        point = EvalPoint(
-            step=step, scores=scores, reason=reason, lag_steps=max(present - step, 0), seconds=ended - began
-        )
-        self.points.append(point)
-        self._monitor.event("evaluate", began, ended, "eval")
-        if not scores:
-            logger.warning("the evaluation of step %d is skipped: %s", step, reason)
-        for part in scores or (DatasetScore(dataset="*", score=None, metrics={}, reason=reason),):
-            if part.score is not None:
-                logger.info("step %d, %d steps later: %s", step, point.lag_steps, part.text)
-            elif scores:
-                logger.warning("step %d has no score on %s: %s", step, part.dataset, part.reason)
-            self._sink.evaluated(
-                part.dataset,
-                version=step,
-                logged_version=present,
-                score=part.score,
-                reason=part.reason,
-                seconds=point.seconds,
-                metrics=part.metrics,
-            )
+        point = self.scored(step, (), began=began)
+        logger.warning("the evaluation of step %d is skipped: %s", step, reason)
+        everything = DatasetScore(dataset="*", score=None, metrics={}, reason=reason)
+        self._record(step, everything, self._present_step(), point.seconds)
         return point
+
+    def failed(self, step: int, error: Exception, doing: str, *, timeout_s: float, began: float) -> EvalPoint:
+        """`error` came up while `doing` something for it."""
+        found = cause(error)
+        if isinstance(found, TimeoutError) and not str(found):
+            return self.skipped(step, f"{doing} took longer than `eval.timeout_s` = {timeout_s:g} s", began=began)
+        return self.skipped(step, f"{doing}: {type(found).__name__}: {first_line(str(found))}", began=began)
+
+    def _record(self, step: int, scored: DatasetScore, present: int, seconds: float) -> None:
+        self._ledger.evaluated(
+            scored.dataset,
+            version=step,
+            logged_version=present,
+            score=scored.score,
+            reason=scored.reason,
+            seconds=seconds,
+            metrics=scored.metrics,
+        )

@@ -45,7 +45,7 @@ class Conversations:
         return sorted((int(path.name.removeprefix("step-")), path) for path in found)
 
 
-class Scorer:
+class DatasetScorer:
     """Runs the held-out prompts of every dataset at once; the workers' permits bound how many episodes do."""
 
     def __init__(

@@ -14,9 +14,9 @@ from miles_rollout.dispatch import GroupRequest, RunGroup
 from miles_rollout.producer import Gate
 from miles_tito.records.summary import GroupRef
 
-from .failures import why
+from .evaluator import Evaluator
 from .points import EvalLog
-from .scoring import Scorer
+from .scoring import DatasetScorer
 
 
 class InFlight:
@@ -44,12 +44,12 @@ class InFlight:
         await self._idle.wait()
 
 
-class SharedEvaluator:
-    """Pauses submissions, lets what runs finish, evaluates."""
+class SharedEvaluator(Evaluator):
+    """Pauses the issue of groups, waits for those that run, then evaluates; training waits."""
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: DatasetScorer,
         *,
         run_group_into: Callable[[Path | None], RunGroup],
         gate: Gate,
@@ -74,14 +74,5 @@ class SharedEvaluator:
                     what = "evaluating"
                     scores = await self._scorer(step, self._run_group_into)
         except Exception as error:  # the boundary: training does not end because an evaluation did
-            return self._log.skipped(step, why(error, what, timeout_s=self._timeout_s), began=began).metrics()
+            return self._log.failed(step, error, what, timeout_s=self._timeout_s, began=began).metrics()
         return self._log.scored(step, scores, began=began).metrics()
-
-    async def drain(self) -> None:
-        """Nothing is left: `begin` waits."""
-
-    async def rewind(self, step: int) -> None:
-        self._log.rewind(step)
-
-    async def close(self) -> None:
-        """Nothing was started."""

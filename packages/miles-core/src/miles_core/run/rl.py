@@ -30,7 +30,7 @@ from miles_core.durable.fingerprint import compare, fingerprint_model, fingerpri
 from miles_core.durable.rundir import RunDir, environment
 from miles_core.errors import cause
 from miles_core.evaluation.build import build_evaluator
-from miles_core.evaluation.evaluator import Evaluator, NoEvaluator
+from miles_core.evaluation.evaluator import Evaluator
 from miles_core.evaluation.points import EvalLog
 from miles_core.evaluation.shared import InFlight
 from miles_core.ledger import Ledger, Limits
@@ -74,8 +74,8 @@ class RLRun:
         )
         self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self._ledger)
         self._usage: Usage | None = None
-        self._evaluator: Evaluator = NoEvaluator()
-        self._eval_log = EvalLog(sink=self._ledger, monitor=self._monitor, present_step=lambda: self.version)
+        self._evaluator: Evaluator = Evaluator()
+        self._eval_log = EvalLog(ledger=self._ledger, monitor=self._monitor, present_step=lambda: self.version)
         self._arrivals = Arrivals()
         self._scores: dict[int, float | None] = {}
         self._fates: dict[str, int] = {}
