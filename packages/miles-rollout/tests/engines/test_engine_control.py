@@ -92,7 +92,7 @@ async def test_an_engine_that_is_gone_is_a_retryable_error_and_not_healthy():
         assert not await control.health()
         assert not await control.ready()
         with pytest.raises(
-            EngineError, match=r"GET http://127\.0\.0\.1:1/server_info got no answer: ConnectError"
+            EngineError, match=r"GET http://127\.0\.0\.1:1/server_info got no answer: ClientConnectorError"
         ) as caught:
             await control.server_info()
     assert caught.value.status is None

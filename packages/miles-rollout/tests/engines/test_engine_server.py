@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from miles_rollout.engines import (
     AttachedServer,
@@ -22,9 +21,11 @@ from miles_rollout.engines import (
     EngineServer,
     EngineStartError,
     EngineVersionError,
-    Progress,
+    StartProgress,
 )
 from miles_rollout.engines import server as server_module
+from miles_tito.shared.http import Http, NoAnswer, call_once
+from miles_tito.shared.ports import port_of
 
 STAND_IN = textwrap.dedent("""
     import http.server, os, sys, time
@@ -83,7 +84,7 @@ def test_a_server_is_ready_when_it_answers_and_gone_after_stop(make: Callable[..
     server = make("serves")
     server.start()
     url = server.wait_ready()
-    assert httpx.get(f"{url}/model_info").status_code == 200
+    assert call_once("GET", f"{url}/model_info", timeout_s=5.0).is_ok
     assert server.poll() is None
     members = server.process.members()
     server.stop()
@@ -130,9 +131,9 @@ def test_progress_tells_the_seconds_and_the_last_line(
     monkeypatch.setattr(server_module, "PROGRESS_S", 0.0)
     server = make("hangs", start_timeout_s=60.0)
     server.start()
-    seen: list[Progress] = []
+    seen: list[StartProgress] = []
 
-    def stop_when_loading(progress: Progress) -> None:
+    def stop_when_loading(progress: StartProgress) -> None:
         seen.append(progress)
         if progress.last_line == "loading":
             server.stop()
@@ -146,7 +147,7 @@ def test_progress_tells_the_seconds_and_the_last_line(
 def test_a_port_that_is_taken_meanwhile_is_replaced_by_another(
     make: Callable[..., EngineServer], fake_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(TAKEN, "collides", httpx.URL(fake_engine().url).port or 0)
+    monkeypatch.setitem(TAKEN, "collides", port_of(fake_engine().url))
     server = make("collides", "serves")
     server.start()
     before = server.url
@@ -157,7 +158,7 @@ def test_a_port_that_is_taken_meanwhile_is_replaced_by_another(
 def test_ports_that_stay_taken_are_an_error(
     make: Callable[..., EngineServer], fake_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(TAKEN, "collides", httpx.URL(fake_engine().url).port or 0)
+    monkeypatch.setitem(TAKEN, "collides", port_of(fake_engine().url))
     server = make("collides")
     server.start()
     with pytest.raises(EngineStartError, match="error while attempting to bind"):
@@ -172,7 +173,7 @@ def test_a_stranger_that_answers_on_the_port_is_not_taken_for_the_server(
     server.start()
     assert server._reservation is not None
     server._reservation.close()
-    server._reservation.port = httpx.URL(stranger.url).port or 0
+    server._reservation.port = port_of(stranger.url)
     with pytest.raises(EngineStartError, match="did not come up"):
         server.wait_ready()
     assert ("GET", "/ready", {}) in stranger.calls
@@ -183,9 +184,9 @@ async def test_watch_raises_when_the_server_exits_by_itself(make: Callable[..., 
     server.start()
     url = await asyncio.to_thread(server.wait_ready)
     watching = asyncio.create_task(server.watch(interval_s=0.01))
-    async with httpx.AsyncClient() as client:
-        with contextlib.suppress(httpx.HTTPError):
-            await client.get(f"{url}/die")
+    async with Http(silence_s=5.0) as http:
+        with contextlib.suppress(NoAnswer):
+            await http.call("GET", f"{url}/die")
     with pytest.raises(EngineDied, match=r"exited with status 9[\s\S]*loading"):
         await watching
 
@@ -224,7 +225,7 @@ def test_an_external_server_is_checked_and_left_running(fake_engine: Callable[[]
     server.start()
     assert server.wait_ready() == external.url
     server.stop()
-    assert httpx.get(f"{external.url}/model_info").status_code == 200
+    assert call_once("GET", f"{external.url}/model_info", timeout_s=5.0).is_ok
 
 
 def test_an_external_server_of_another_version_is_refused(fake_engine: Callable[[], Any]):
@@ -235,7 +236,7 @@ def test_an_external_server_of_another_version_is_refused(fake_engine: Callable[
 
 
 def test_an_address_where_nothing_listens_is_an_error():
-    with pytest.raises(EngineStartError, match=r"No SGLang server answers at http://127\.0\.0\.1:1 .*ConnectError"):
+    with pytest.raises(EngineStartError, match=r"answers at http://127\.0\.0\.1:1 .*ClientConnectorError"):
         AttachedServer("http://127.0.0.1:1", start_timeout_s=0.2).wait_ready()
 
 
@@ -270,7 +271,7 @@ def test_a_server_that_was_killed_starts_again_at_its_address(make: Callable[...
     server.process.wait(10)
     server.start()
     assert server.wait_ready() == url
-    assert httpx.get(f"{url}/model_info").status_code == 200
+    assert call_once("GET", f"{url}/model_info", timeout_s=5.0).is_ok
 
 
 def test_a_server_starts_at_the_port_that_another_one_had(make: Callable[..., EngineServer]):
@@ -287,7 +288,7 @@ def test_a_server_is_ready_within_its_with_statement_and_gone_after_it(make: Cal
     with make("serves") as server:
         members = server.process.members()
         assert members
-        assert httpx.get(f"{server.url}/model_info").status_code == 200
+        assert call_once("GET", f"{server.url}/model_info", timeout_s=5.0).is_ok
     assert server.process.members() == []
     failing = make("dies")
     with pytest.raises(EngineStartError, match="exited with status 7"):

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -21,6 +20,7 @@ from miles_rollout.engines.router import ROUTING_KEY, Router
 from miles_tito import EngineError, FinishReason, Sampling, SGLangEngine
 from miles_tito.engine.generation import GenerateRequest, Generation, join, run_turn
 from miles_tito.engine.lost_requests import WatchedEngine
+from miles_tito.shared.http import Http
 
 pytestmark = [
     pytest.mark.sglang,
@@ -83,16 +83,16 @@ async def generate(url: str, ids: list[int], *, rid: str | None = None, **sampli
         "return_logprob": True,
         **({"rid": rid} if rid else {}),
     }
-    async with httpx.AsyncClient(timeout=120) as client:
-        response = await client.post(f"{url}/generate", json=body, headers={ROUTING_KEY: "session"})
-    assert response.status_code == 200, response.text
-    return response.json()
+    async with Http(silence_s=120.0) as http:
+        answer = await http.call("POST", f"{url}/generate", json=body, headers={ROUTING_KEY: "session"})
+    assert answer.is_ok, answer.excerpt()
+    return answer.json()
 
 
 async def slow_down(control: EngineControl, seconds: float | None) -> None:
     """Have the scheduler sleep before every forward pass, so that a request is still running when it is looked at."""
-    async with httpx.AsyncClient() as client:
-        await client.post(f"{control.url}/slow_down", json={"forward_sleep_time": seconds})
+    async with Http(silence_s=5.0) as http:
+        await http.call("POST", f"{control.url}/slow_down", json={"forward_sleep_time": seconds})
 
 
 async def running(control: EngineControl, count: int) -> None:

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from miles_rollout.engines import EngineStartError, EngineVersionError
 from miles_rollout.engines.router import ROUTING_KEY, Router
 from miles_tito import EngineError
+from miles_tito.shared.http import Answer, call_once
 
 needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason="smg is not installed")
 
@@ -29,11 +29,13 @@ def router(tmp_path: Path) -> Iterator[Router]:
 
 def generate(router: Router, key: str, **body: Any) -> str:
     """Send one request of session `key`; returns the url of the engine that answered."""
-    response = httpx.post(
-        f"{router.url}/generate", json={"input_ids": [1], **body}, headers={ROUTING_KEY: key}, timeout=30
-    )
-    assert response.status_code == 200, response.text
-    return response.json()["engine"]
+    answer = post(router, key, {"input_ids": [1], **body})
+    assert answer.is_ok, answer.excerpt()
+    return answer.json()["engine"]
+
+
+def post(router: Router, key: str, body: dict[str, Any]) -> Answer:
+    return call_once("POST", f"{router.url}/generate", json=body, headers={ROUTING_KEY: key}, timeout_s=30)
 
 
 @needs_smg
@@ -79,8 +81,7 @@ def test_every_field_of_a_request_reaches_the_engine(router: Router, fake_engine
         "extra_key": "k",
         "a_field_of_tomorrow": {"nested": [1]},
     }
-    response = httpx.post(f"{router.url}/generate", json=sent, headers={ROUTING_KEY: "s"})
-    received = response.json()["body"]
+    received = post(router, "s", sent).json()["body"]
     assert {key: received.get(key) for key in sent} == sent
 
 
@@ -139,8 +140,7 @@ def test_a_failing_request_is_not_sent_twice(router: Router, fake_engine: Callab
     engine = fake_engine()
     router.start([engine.url])
     engine.answers["/generate"] = (500, {"detail": "broken"})
-    response = httpx.post(f"{router.url}/generate", json={"input_ids": [1]}, headers={ROUTING_KEY: "s"})
-    assert response.status_code == 500
+    assert post(router, "s", {"input_ids": [1]}).status == 500
     assert len(engine.generated()) == 1
 
 

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
+from miles_rollout.engines import EngineProbe
 from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version
 from miles_tito.errors import EngineError, RequestSwallowed
 from miles_tito.records import FinishReason
@@ -170,8 +171,8 @@ class Router:
         return generation
 
 
-class Probe:
-    """Implements `miles_rollout.engines.supervisor.Probe`."""
+class ScriptedProbe(EngineProbe):
+    """Asks the scripts."""
 
     def __init__(self, servers: Sequence[ScriptedServer]) -> None:
         self._servers = {server.url: server for server in servers}

@@ -13,7 +13,7 @@ from miles_core.durable.rundir import RunDir
 from miles_core.evaluation.dedicated import EvalServing
 from miles_core.parts import Note
 
-from .engines import Probe, Router, ScriptedServer
+from .engines import Router, ScriptedProbe, ScriptedServer
 from .environment import ScriptedEnv
 from .sessions import ScriptedSessions
 from .trainers import ScriptedTrainers
@@ -55,7 +55,7 @@ class ScriptedParts:
         supervisor = Supervisor(
             self.servers,
             routing=self.router,
-            probe=Probe(self.servers),
+            probe=ScriptedProbe(self.servers),
             sync=self._trainers.sync,
             config=HEALTH,
             on_event=lambda event: self._note("engine", event.url, f"{event.old} → {event.new}: {event.reason}"),

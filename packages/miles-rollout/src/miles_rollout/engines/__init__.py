@@ -1,11 +1,10 @@
-"""SGLang servers: start, watch, pause, stop. What needs httpx is imported when it is first asked for."""
+"""SGLang servers: start, watch, pause, stop."""
 
-from __future__ import annotations
+from miles_tito.shared.ports import PortReservation, is_port_free
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+from miles_rollout.engines.attached import AttachedServer
 from miles_rollout.engines.config import EngineConfig
+from miles_rollout.engines.control import EngineControl, EngineLoad, EngineProbe, PauseMode
 from miles_rollout.engines.device import has_gpu, resolve_device
 from miles_rollout.engines.errors import (
     EngineConfigError,
@@ -16,15 +15,10 @@ from miles_rollout.engines.errors import (
     FleetLostError,
 )
 from miles_rollout.engines.health import HealthConfig
-from miles_rollout.engines.ports import PortReservation, is_port_free
+from miles_rollout.engines.server import EngineServer, Progress, StartProgress
 from miles_rollout.engines.states import EngineEvent, EngineLife, EngineState
 from miles_rollout.engines.supervisor import Supervisor
 from miles_rollout.engines.versions import check_sglang, check_smg
-
-if TYPE_CHECKING:
-    from miles_rollout.engines.attached import AttachedServer
-    from miles_rollout.engines.control import EngineControl, EngineLoad, EngineProbe, PauseMode
-    from miles_rollout.engines.server import EngineServer, Progress
 
 __all__ = [
     "AttachedServer",
@@ -46,6 +40,7 @@ __all__ = [
     "PauseMode",
     "PortReservation",
     "Progress",
+    "StartProgress",
     "Supervisor",
     "check_sglang",
     "check_smg",
@@ -53,19 +48,3 @@ __all__ = [
     "is_port_free",
     "resolve_device",
 ]
-
-_LAZY = {
-    "AttachedServer": "attached",
-    "EngineControl": "control",
-    "EngineLoad": "control",
-    "EngineProbe": "control",
-    "EngineServer": "server",
-    "PauseMode": "control",
-    "Progress": "server",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

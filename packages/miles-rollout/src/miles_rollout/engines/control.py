@@ -1,15 +1,14 @@
-"""The control side of one server: pause, resume, abort, versions, load. Generation is `miles_tito.engine.sglang`'s."""
+"""The client of one SGLang server: pause, resume, abort, weights, load. Generation is `miles_tito.engine.sglang`'s."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
-import httpx
 from miles_tito.errors import EngineError
 from miles_tito.records import UNKNOWN_VERSION
+from miles_tito.shared.http import Answer, Http, NoAnswer
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of running requests. `abort`: they end, answered with what they have. `retract`: they go back to the
@@ -20,7 +19,6 @@ PAUSE_TIMEOUT_S = 300.0
 PROBE_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 1800.0
 FLUSH_S = 30.0
-EXCERPT = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,31 +33,29 @@ class EngineLoad:
 
 
 class EngineControl:
-    """Client for one server's control endpoints.
+    """The control endpoints of one server, for whoever starts it, watches it or changes its weights.
 
-    Every method raises `EngineError` with the endpoint, the status and the beginning of the answer, except `health`
-    and `ready`, whose answer it is.
+    Every method raises `EngineError` with the endpoint, the status and the beginning of the answer, except `health`,
+    `ready` and `probe`, whose answer it is.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=timeout_s,
+        self._timeout_s = timeout_s
+        self._http = Http(
+            silence_s=LOAD_TIMEOUT_S,
+            keepalive_s=4.0,  # SGLang closes an idle connection after 5 s
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            verify=self.url.startswith("https:"),  # loading the certificate store costs 50 ms a client
         )
 
-    async def __aenter__(self) -> EngineControl:
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._http.aclose()
 
     async def health(self) -> bool:
         """Whether the server process answers. Costs it nothing, also while it is paused.
@@ -78,14 +74,14 @@ class EngineControl:
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating. New requests wait from now on, without an error, until `resume`."""
-        await self._post("/pause_generation", {"mode": mode}, timeout_s=PAUSE_TIMEOUT_S)
+        await self._call("POST", "/pause_generation", {"mode": mode}, timeout_s=PAUSE_TIMEOUT_S)
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._call("POST", "/continue_generation", {})
 
     async def abort(self, rid: str | None = None) -> None:
         """End one request, or all of them. It is answered with the tokens it has; an unknown `rid` is no error."""
-        await self._post("/abort_request", {"rid": "", "abort_all": True} if rid is None else {"rid": rid})
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True} if rid is None else {"rid": rid})
 
     async def weight_version(self) -> int:
         """The number of the weights it serves; -1 (`UNKNOWN_VERSION`) when they carry none."""
@@ -94,7 +90,8 @@ class EngineControl:
 
     async def set_weight_version(self, version: int) -> None:
         """Change the number alone. Running requests go on; SGLang's default is to abort them."""
-        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._call("POST", "/update_weight_version", body)
 
     async def load_weights(self, folder: Path, *, version: int) -> None:
         """Replace the weights by those of a Hugging Face folder that the server sees under the same path.
@@ -104,7 +101,7 @@ class EngineControl:
         await self.pause("abort")
         await self.flush_cache(wait_s=FLUSH_S)
         body = {"model_path": str(folder), "flush_cache": True}
-        await self._post("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
+        await self._call("POST", "/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
         await self.set_weight_version(version)
         await self.resume()
 
@@ -129,38 +126,39 @@ class EngineControl:
 
     async def flush_cache(self, wait_s: float = 0.0) -> None:
         """Empty the prefix cache. Refused while requests run, for up to `wait_s`."""
-        await self._send("POST", "/flush_cache", params={"timeout": wait_s}, timeout=TIMEOUT_S + wait_s)
+        await self._call("POST", f"/flush_cache?timeout={wait_s}", timeout_s=TIMEOUT_S + wait_s)
 
     async def _is_ok(self, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
         try:
-            return (await self._client.get(path, timeout=timeout_s)).is_success
-        except httpx.HTTPError:
+            return (await self._http.call("GET", self.url + path, timeout_s=timeout_s)).is_ok
+        except NoAnswer:
             return False
 
     async def _get(self, path: str) -> dict[str, Any]:
-        return (await self._send("GET", path)).json()
-
-    async def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> None:
-        await self._send("POST", path, json=body, **({} if timeout_s is None else {"timeout": timeout_s}))
-
-    async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        answer = await self._call("GET", path)
         try:
-            response = await self._client.request(method, path, **kwargs)
-        except httpx.HTTPError as error:
+            return answer.json()
+        except ValueError as error:
             raise EngineError(
-                f"{method} {self.url}{path} got no answer: {type(error).__name__} {error}".rstrip(), retryable=True
+                f"GET {self.url}{path} answered no JSON: {answer.excerpt()}", status=answer.status
             ) from error
-        if not response.is_success:
+
+    async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Answer:
+        try:
+            answer = await self._http.call(method, self.url + path, json=body, timeout_s=timeout_s or self._timeout_s)
+        except NoAnswer as error:
+            raise EngineError(str(error), retryable=True) from error
+        if not answer.is_ok:
             raise EngineError(
-                f"{method} {self.url}{path} answered {response.status_code}: {response.text.strip()[:EXCERPT]}",
-                status=response.status_code,
-                retryable=response.is_server_error,
+                f"{method} {self.url}{path.partition('?')[0]} answered {answer.status}: {answer.excerpt()}",
+                status=answer.status,
+                retryable=answer.status >= 500,
             )
-        return response
+        return answer
 
 
 class EngineProbe:
-    """`Probe` of the supervisor, over HTTP."""
+    """What the supervisor asks of a running engine, over HTTP."""
 
     def __init__(self, *, api_key: str | None = None) -> None:
         self._api_key = api_key

@@ -1,9 +1,11 @@
-"""When an engine counts as sick or dead, and how often it is started again: the `[engines.NAME.health]` table."""
+"""When an engine counts as suspect or dead, and how often it is started again: the `[engines.NAME.health]` table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miles_tito.shared.backoff import delay_s
 from miles_tito.shared.settings import at_least, require
 
 
@@ -47,4 +49,29 @@ class HealthConfig:
 
     def backoff(self, restarts: int) -> float:
         """Seconds to wait before the restart that follows `restarts` others."""
-        return min(self.backoff_s * 2.0 ** min(restarts, 60), self.backoff_max_s)
+        return delay_s(restarts, first_s=self.backoff_s, longest_s=self.backoff_max_s)
+
+
+class ProbeRecord:
+    """How one kind of probe of an engine has gone lately; its watcher adds each answer."""
+
+    def __init__(self, now: float) -> None:
+        self.last_good = now
+        """Time of the last good answer, on the event loop's clock."""
+        self.misses = 0
+        """Bad answers in a row."""
+        self.problem = ""
+        """Of the last bad answer."""
+
+    def add(self, problem: str | None, now: float) -> None:
+        """One answer: what was wrong with it, None for a good one."""
+        if problem is None:
+            self.last_good, self.misses = now, 0
+        else:
+            self.misses, self.problem = self.misses + 1, problem
+
+
+def worst(records: Sequence[ProbeRecord], *, suspect_after: int) -> ProbeRecord | None:
+    """Of the probes that make an engine suspect, the one without a good answer for the longest."""
+    missing = [record for record in records if record.misses >= suspect_after]
+    return min(missing, key=lambda record: record.last_good, default=None)

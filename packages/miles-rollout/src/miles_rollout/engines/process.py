@@ -10,12 +10,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
 import psutil
+from miles_tito.shared.ports import PortReservation
 
+from miles_rollout.engines.errors import EngineStartError
+
+POLL_S = 0.05
 GUARD = Path(__file__).with_name("guard.py")
 TAIL_BYTES = 65536
 KILL_S = 5.0
@@ -126,6 +131,24 @@ class OwnedProcess:
         """Close the pipe: the guard kills whatever still runs."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
+
+
+def reserve(host: str, port: int = 0, *, wait_s: float = 10.0) -> PortReservation:
+    """A reservation of `port`, which may still belong for a moment to the dead server that is started again there.
+
+    Raises:
+        EngineStartError: it is still taken after `wait_s`.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return PortReservation(host, port)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EngineStartError(
+                    f"Port {port} of {host} cannot be had: {error}. End what listens there, or choose another."
+                ) from error
+        time.sleep(POLL_S)
 
 
 def _session_of(pid: int) -> int | None:

@@ -18,18 +18,17 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 from miles_tito.errors import EngineError
+from miles_tito.shared.http import Answer, NoAnswer, call_once
+from miles_tito.shared.ports import PortReservation
 
 from miles_rollout.engines.errors import EngineStartError
-from miles_rollout.engines.ports import PortReservation, reserve
-from miles_rollout.engines.process import OwnedProcess
+from miles_rollout.engines.process import POLL_S, OwnedProcess, reserve
 from miles_rollout.engines.versions import check_smg
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Header that names the session of a request."""
 
-POLL_S = 0.05
 CALL_TIMEOUT_S = 10.0
 CHANGE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
@@ -127,8 +126,8 @@ class Router:
     def health(self) -> bool:
         """Whether it answers and has at least one engine to route to."""
         try:
-            return httpx.get(f"{self.url}/readiness", timeout=CALL_TIMEOUT_S).is_success
-        except httpx.HTTPError:
+            return call_once("GET", f"{self.url}/readiness", timeout_s=CALL_TIMEOUT_S).is_ok
+        except NoAnswer:
             return False
 
     def workers(self) -> dict[str, bool]:
@@ -150,7 +149,7 @@ class Router:
             for url in missing - asked:
                 # 409 for a while after a removal: smg lets go of an engine in the background.
                 answer = self._call("POST", "/workers", json={"url": url}, allowed=(HTTPStatus.CONFLICT,))
-                if answer.status_code != HTTPStatus.CONFLICT:
+                if answer.status != HTTPStatus.CONFLICT:
                     asked.add(url)
             names = ", ".join(sorted(missing))
             self._pause_until(deadline, f"{names} did not become a worker of the router in {timeout_s:.0f} s")
@@ -202,20 +201,19 @@ class Router:
     def _workers(self) -> list[dict[str, Any]]:
         return cast(list[dict[str, Any]], self._call("GET", "/workers").json()["workers"])
 
-    def _call(self, method: str, path: str, *, allowed: Sequence[int] = (), **kwargs: Any) -> httpx.Response:
+    def _call(self, method: str, path: str, *, allowed: Sequence[int] = (), json: Any = None) -> Answer:
         try:
-            response = httpx.request(method, f"{self.url}{path}", timeout=CALL_TIMEOUT_S, **kwargs)
-        except httpx.HTTPError as error:
+            answer = call_once(method, f"{self.url}{path}", timeout_s=CALL_TIMEOUT_S, json=json)
+        except NoAnswer as error:
             raise EngineError(
-                f"{method} {self.url}{path} got no answer: {error!r}. The router "
+                f"{error}. The router "
                 + ("runs." if self.poll() is None else f"has exited with status {self.poll()}; see {self.log_path}.")
             ) from error
-        if not response.is_success and response.status_code not in allowed:
+        if not answer.is_ok and answer.status not in allowed:
             raise EngineError(
-                f"{method} {self.url}{path} answered {response.status_code}: {response.text[:300]}",
-                status=response.status_code,
+                f"{method} {self.url}{path} answered {answer.status}: {answer.excerpt()}", status=answer.status
             )
-        return response
+        return answer
 
     def _pause_until(self, deadline: float, complaint: str) -> None:
         if time.monotonic() > deadline:

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import httpx
+from miles_tito.shared.http import blocking
+from miles_tito.shared.ports import PortReservation, port_of
 
 from miles_rollout.engines.command import server_command, server_environment
 from miles_rollout.engines.config import EngineConfig
+from miles_rollout.engines.control import EngineControl
 from miles_rollout.engines.device import resolve_device
 from miles_rollout.engines.errors import EngineDied, EngineStartError
-from miles_rollout.engines.ports import PortReservation, reserve
-from miles_rollout.engines.process import OwnedProcess
+from miles_rollout.engines.process import OwnedProcess, reserve
 from miles_rollout.engines.versions import Device, check_sglang
 
 POLL_S = 0.1
 PROGRESS_S = 1.0
-PROBE_TIMEOUT_S = 5.0
 BIND_ATTEMPTS = 3
 BIND_FAILURES = ("address already in use", "errno 98", "error while attempting to bind")
 GPU_GRACE_S = 20.0
@@ -47,12 +47,16 @@ ADVICE: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StartProgress:
     """How a start is going."""
 
     seconds: float
     last_line: str
     """What the server logged last."""
+
+
+Progress = StartProgress
+"""An older name."""
 
 
 class EngineServer:
@@ -130,7 +134,7 @@ class EngineServer:
         self._stop_asked.clear()
         self._launch()
 
-    def wait_ready(self, on_progress: Callable[[Progress], None] | None = None) -> str:
+    def wait_ready(self, on_progress: Callable[[StartProgress], None] | None = None) -> str:
         """Block until the server answers, and return its url.
 
         `on_progress` is called about every second.
@@ -156,9 +160,9 @@ class EngineServer:
                 raise self._start_error(f"did not come up in {self.config.start_timeout_s:.0f} s (`start_timeout_s`)")
             if on_progress is not None and now - reported >= PROGRESS_S:
                 reported = now
-                on_progress(Progress(now - began, self.process.log_tail(1)))
+                on_progress(StartProgress(now - began, self.process.log_tail(1)))
             self._stop_asked.wait(POLL_S)
-        self._port = _port(self.url)
+        self._port = port_of(self.url)
         return self.url
 
     def poll(self) -> int | None:
@@ -225,11 +229,12 @@ class EngineServer:
 
     def _answers(self) -> bool:
         """Whether our server, and not a stranger on its port, is ready for requests."""
-        try:
-            response = httpx.get(f"{self.url}/ready", timeout=PROBE_TIMEOUT_S)
-        except httpx.HTTPError:
-            return False
-        return response.is_success and self.process.listens_on(_port(self.url))
+
+        async def is_ready() -> bool:
+            async with EngineControl(self.url) as control:
+                return await control.ready()
+
+        return blocking(is_ready()) and self.process.listens_on(port_of(self.url))
 
     def _start_error(self, what: str) -> EngineStartError:
         tail = self.process.log_tail()
@@ -252,7 +257,3 @@ def _stopped_early() -> EngineStartError:
 
 def _failed_to_bind(log: str) -> bool:
     return any(sign in log.lower() for sign in BIND_FAILURES)
-
-
-def _port(url: str) -> int:
-    return httpx.URL(url).port or 80

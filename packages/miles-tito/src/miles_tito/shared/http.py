@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json as json_
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from miles_tito.errors import MilesError, MissingDependency
 
@@ -20,6 +20,8 @@ from .backoff import delay_s
 
 if TYPE_CHECKING:
     import aiohttp
+
+T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 """Between two sendings of one call."""
@@ -188,9 +190,14 @@ def call_once(
         async with Http(silence_s=timeout_s) as http:
             return await http.call(method, url, json=json, headers=headers, timeout_s=timeout_s)
 
+    return blocking(calling())
+
+
+def blocking(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns, on an event loop of its own; also where another one runs, which stands still meanwhile."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(calling())
-    with ThreadPoolExecutor(1) as thread:  # a blocking call inside a loop: it blocks, as it did before
-        return thread.submit(asyncio.run, calling()).result()
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -49,6 +49,15 @@ def free_port(host: str = "127.0.0.1") -> int:
         return reservation.port
 
 
+def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen on `port` now."""
+    try:
+        with PortReservation(host, port):
+            return True
+    except OSError:
+        return False
+
+
 def port_of(url: str) -> int:
     """The port that a URL means, written there or not."""
     parts = urlsplit(url)
