@@ -58,14 +58,14 @@ def test_configuration_report_doctor_and_plan_need_neither_torch_nor_ray():
 
 
 def test_a_run_starts_with_the_configuration_and_its_exit_status_is_the_command_s(started):
-    words = ["rl", "--model.path", "m", "--env.target", "t:t", "--rollout.group-size", "4"]
+    words = ["rl", "--model.path", "m", "--env.target", "builtins:dict", "--rollout.group-size", "4"]
     assert cli.main(words) == 7
     ((config, kind),) = started
     assert (config.rollout.group_size, kind) == (4, "rl")
 
 
 def test_sft_is_the_same_command_with_another_kind(started):
-    assert cli.main(["sft", "--model.path", "m", "--sft.steps", "2", "--sft.data", "d:d"]) == 7
+    assert cli.main(["sft", "--model.path", "m", "--sft.steps", "2", "--sft.data", "builtins:list"]) == 7
     assert started[0][1] == "sft"
 
 
@@ -87,7 +87,7 @@ def test_ctrl_c_exits_with_130(started, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["miles_core.run.command"], "main", interrupted)
-    assert cli.main(["rl", "--model.path", "m", "--env.target", "t:t"]) == 130
+    assert cli.main(["rl", "--model.path", "m", "--env.target", "builtins:dict"]) == 130
 
 
 def test_an_error_raised_on_purpose_has_no_traceback_and_exits_with_1(capsys):
@@ -129,13 +129,30 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(started, tmp_path, capsys, 
     (tmp_path / "my.toml").write_text('[model]\npath = "m"\n[env]\ntarget = "my_task:make"\n')
     assert cli.main(["rl", "@", "my.toml", "--dry-run", "--train.ranks", "2"]) == 0
     assert "trainer rank               2" in capsys.readouterr().out
-    assert cli.main(["rl", "@", "my.toml", "--dry-run", "--env.target", "my_task:mak"]) == 1
+    assert cli.main(["rl", "@", "my.toml", "--dry-run", "--env.target", "my_task:mak"]) == 2
     assert "Did you mean make?" in capsys.readouterr().err
     assert started == []
 
 
+@pytest.mark.parametrize("command", [["rl", "--dry-run"], ["sft"], ["quickstart"]])
+def test_plugins_that_cannot_be_used_start_nothing_and_exit_with_2(started, tmp_path, capsys, command):
+    (tmp_path / "my_model.py").write_text("def build(path, *, size=1): ...\n")
+    (tmp_path / "my.toml").write_text('[sft]\nsteps = 1\ndata = "no_such:data"\n[env]\ntarget = "builtins:dict"\n')
+    words = ["@", "my.toml", "--model.builder", "my_model:build", "--model.builder-args.siez", "3"]
+    assert cli.main([*command, *words]) == 2
+    told = capsys.readouterr().err
+    assert "2 problems in the configuration:" in told
+    assert "my.toml: sft.data is 'no_such:data' but there is no module 'no_such'." in told
+    assert "--model.builder is 'my_model:build' and takes (path, *, size=1), which" in told
+    assert "got an unexpected keyword argument 'siez'" in told
+    assert started == []
+    assert not (tmp_path / "runs").exists(), "a run has a directory once it can start"
+
+
 def test_warnings_go_to_stderr(started, capsys):
-    cli.main(["rl", "--model.path", "m", "--env.target", "t:t", "--eval.at-start=false", "--eval.at-end=false"])
+    cli.main(
+        ["rl", "--model.path", "m", "--env.target", "builtins:dict", "--eval.at-start=false", "--eval.at-end=false"]
+    )
     assert "warning: eval is off" in capsys.readouterr().err
 
 

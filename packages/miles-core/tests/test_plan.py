@@ -4,10 +4,10 @@ import json
 import struct
 
 import pytest
-from miles_core.config import Config, load_config
+from miles_core.config import Config, ConfigError, load_config
+from miles_core.config.plugins import check_plugins
 from miles_core.run.dry_run import engine_memory, list_processes, make_plan, read_shape, trainer_memory
 from miles_rollout.engines import EngineConfig
-from miles_tito.shared.plugins import ImportStringError
 from miles_train.config import LossConfig, TrainConfig
 
 LLAMA = {
@@ -26,7 +26,8 @@ def model(tmp_path):
     def write(config=LLAMA, tensors=None):
         (tmp_path / "config.json").write_text(json.dumps(config))
         if tensors:
-            header = json.dumps({"__metadata__": {}} | {name: {"shape": shape} for name, shape in tensors.items()})
+            entry = {"dtype": "F32", "data_offsets": [0, 0]}
+            header = json.dumps({"__metadata__": {}} | {name: {"shape": s} | entry for name, s in tensors.items()})
             (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
         return tmp_path
 
@@ -94,8 +95,8 @@ def test_an_evaluation_beside_training_has_processes_of_its_own():
     words = ["--eval.mode", "external", "--eval.external", "no_such_module:score"]
     config = load_config(words).config
     assert "evaluation" in [p.name for p in list_processes(config, "rl", None)]
-    with pytest.raises(ImportStringError, match=r"eval\.external"):
-        make_plan(config, "rl")
+    with pytest.raises(ConfigError, match=r"eval\.external is 'no_such_module:score' but there is no module"):
+        check_plugins(config, "rl")
 
 
 def test_the_plan_says_what_does_not_fit(model, monkeypatch):

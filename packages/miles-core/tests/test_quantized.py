@@ -13,13 +13,13 @@ import transformers
 from miles_core.actors.low_precision import serving_folder, serving_shards
 from miles_core.actors.trainer_rank import TrainerRank
 from miles_core.config import Config, ConfigError, load_config, to_dict, to_toml
-from miles_core.config.schema import SectionError
 from miles_core.doctor import precision
 from miles_core.durable.fingerprint import compare
 from miles_core.run.dry_run import make_plan
 from miles_core.run.rl import RLRun
 from miles_quant import QuantError, Recipe, get_format
 from miles_quant.checkpoints.folder import ModelFolder
+from miles_tito.shared.settings import SettingError
 from miles_train.config import TrainConfig
 
 PLAIN = Recipe(format="mxfp8", quantize_activations=False)
@@ -89,9 +89,9 @@ def test_the_plan_says_what_is_quantised_and_what_engines_get(model: Path):
     assert "quant mxfp8 · 14 of 25 tensors, 85% of the parameters · engines get codes and scales" in plan(
         Recipe(format="mxfp8")
     )
-    with pytest.raises(SectionError, match=r"does not fit .* quantises none of the model's 25 tensors"):
+    with pytest.raises(SettingError, match=r"does not fit .* quantises none of the model's 25 tensors"):
         plan(Recipe(format="nvfp4"))  # experts alone, and there are none
-    with pytest.raises(SectionError, match="engines load as one matrix"):
+    with pytest.raises(SettingError, match="engines load as one matrix"):
         plan(Recipe(format="mxfp8", only=("q_proj",)))
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from miles_rollout import Fate, GroupBuffer, Plugin, RolloutConfig, RolloutConfigError, advantages_by_episode
+from miles_rollout.advantages import load_advantage
+from miles_rollout.filters import load_filter
+from miles_rollout.policies import load_failure_policy, load_stale_policy
 from miles_tito import Prompt
 from pydantic import TypeAdapter
 from scripted_rollout import make_ref, run_virtual
@@ -49,7 +52,6 @@ def from_toml(line: str) -> RolloutConfig:
 @pytest.mark.usefixtures("own_code")
 def test_an_advantage_of_ones_own_gets_its_argument() -> None:
     config = from_toml('advantage = { name = "own_rl:scaled", args = { scale = 2.0 } }')
-    config.load_plugins()
     refs = [make_ref("x", [0.25, 1.0])]
     assert advantages_by_episode(refs, advantage=config.advantage) == {"x/0": 0.5, "x/1": 2.0}
     assert advantages_by_episode(refs, advantage="own_rl:scaled") == {"x/0": 0.25, "x/1": 1.0}
@@ -108,9 +110,16 @@ def test_a_failure_policy_of_ones_own_gets_its_argument(share: float, fate: Fate
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_a_group_is_issued(key: str, plugin: Plugin, message: str) -> None:
-    config = RolloutConfig(**{key: plugin})  # pyright: ignore[reportArgumentType]
+    load = {
+        "advantage": load_advantage,
+        "filter": load_filter,
+        "failure_policy": load_failure_policy,
+        "put_policy": load_stale_policy,
+        "take_policy": load_stale_policy,
+    }[key]
+    RolloutConfig(**{key: plugin})  # pyright: ignore[reportArgumentType]
     with pytest.raises(RolloutConfigError, match=message):
-        config.load_plugins()
+        load(plugin)
 
 
 def test_the_rules_of_a_built_in_name_hold_with_arguments_too() -> None:

@@ -74,11 +74,13 @@ def _quickstart(options: argparse.Namespace, words: list[str]) -> int:
 
 def _run(words: list[str], kind: Literal["rl", "sft"], *, is_dry: bool) -> int:
     from .config.load import load_config
+    from .config.plugins import check_plugins
 
     loaded = load_config(words, kind=kind)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     sys.path[:0] = loaded.import_paths
+    check_plugins(loaded.config, kind, sources=loaded.sources)
     if is_dry:
         from .run.dry_run import make_plan
 

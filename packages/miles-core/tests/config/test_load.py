@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_core.config import ConfigError, load_config, to_dict
+from miles_core.config import ConfigError, load_config, to_dict, to_toml
 from miles_core.config.layers import find_file, parse_value, recipe_names
 
 MINIMAL = ["--model.path", "m", "--env.target", "task:make"]
@@ -219,16 +219,30 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_starts(monkeypa
     )
 
 
-def test_settings_without_effect_warn():
+def test_settings_of_a_file_that_this_command_does_not_read_warn(write):
+    both = write("both.toml", "[rollout]\nretries = 2\n[train.loss]\nclip_low = 0.1\n[sft]\nbatch_size = 8")
     sft = load_config(
-        ["--model.path", "m", "--sft.steps", "1", "--sft.data", "d:d", "--rollout.retries", "2"], kind="sft"
+        ["@", both, "--model.path", "m", "--sft.steps", "1", "--sft.data", "d:d", "--run.name", "x"], kind="sft"
     )
-    assert sft.warnings == ("rollout: `miles sft` starts no engines and runs no environments; these have no effect.",)
-    rl = load_config([*MINIMAL, "--sft.batch-size", "8", "--eval.at-start=false", "--eval.at-end=false"], kind="rl")
+    assert sft.warnings == (
+        "rollout: no effect, `miles sft` starts no engines and runs no environments.",
+        "train.loss: no effect, `miles sft` has its own loss, and sft.steps, sft.optimizer and sft.schedule.",
+    )
+    rl = load_config([*MINIMAL, "@", both, "--eval.at-start=false", "--eval.at-end=false"], kind="rl")
     assert rl.warnings == (
         "eval is off: nothing will tell learning from overfitting.",
-        "sft.steps is 0: the other keys of sft have no effect.",
+        "sft.batch_size: no effect, sft.steps is 0.",
     )
+
+
+def test_flags_that_this_command_does_not_read_are_refused():
+    sft = ("--model.path", "m", "--sft.steps", "1", "--sft.data", "d:d")
+    assert problems_of(*sft, "--rollout.retries", "2", "--train.optimizer.lr=1e-5", kind="sft") == [
+        "--rollout.retries has no effect: `miles sft` starts no engines and runs no environments.",
+        "--train.optimizer.lr has no effect: `miles sft` has its own loss, and sft.steps, sft.optimizer and "
+        "sft.schedule.",
+    ]
+    assert problems_of(*MINIMAL, "--sft.batch-size", "8") == ["--sft.batch-size has no effect: sft.steps is 0."]
 
 
 def test_modules_are_looked_for_beside_the_files_then_here(write, tmp_path):
@@ -265,5 +279,13 @@ def test_datasets_of_the_evaluation_are_tables_with_names_of_the_users_choice(wr
 def test_engines_of_the_evaluation_go_with_its_mode():
     words = [*MINIMAL, "--eval.mode", "dedicated", "--engines.rollout.count", "1", "--engines.judge.role", "eval"]
     assert load_config(words, kind="rl").config.engines["judge"].role == "eval"
-    loaded = load_config([*MINIMAL, "--eval.overlap", "skip"], kind="rl")
-    assert any("eval.overlap has no effect" in warning for warning in loaded.warnings)
+    (told,) = problems_of(*MINIMAL, "--eval.overlap", "skip")
+    assert told.startswith('--eval.overlap is "skip" but eval.mode is "shared": training waits for each evaluation')
+    kept = json.loads(json.dumps(to_dict(load_config(MINIMAL).config)))
+    kept["eval"]["overlap"] = "skip"  # a run that was started when that was allowed
+    assert load_config([], kind="rl", stored=kept).config.eval.overlap == "skip"
+
+
+def test_every_key_of_the_resolved_configuration_may_be_given(write):
+    text = to_toml(load_config(MINIMAL, kind="rl").config)
+    assert load_config(["@", write("resolved.toml", text)], kind="rl").config == load_config(MINIMAL).config

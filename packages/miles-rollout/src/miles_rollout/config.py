@@ -10,9 +10,9 @@ from miles_tito import Sampling
 from miles_tito.shared.plugins import Plugin, check_name, name_of
 from miles_tito.shared.settings import SettingError, at_least, require
 
-from .advantages import ADVANTAGES, load_advantage
-from .filters import FILTERS, load_filter
-from .policies import FAILURE_POLICIES, POLICIES, load_failure_policy, load_stale_policy
+from .advantages import ADVANTAGES
+from .filters import FILTERS
+from .policies import FAILURE_POLICIES, POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,18 +115,6 @@ class RolloutConfig:
     def trains_stale_groups(self) -> bool:
         """Whether groups may be trained however old they are."""
         return "keep" in (name_of(self.put_policy), name_of(self.take_policy))
-
-    def load_plugins(self) -> None:
-        """Import every plug-in, and check that it takes its arguments; a run does so before it starts anything.
-
-        Raises:
-            ImportStringError: there is no such object, or it cannot be called as it will be.
-        """
-        load_advantage(self.advantage)
-        load_filter(self.filter)
-        load_failure_policy(self.failure_policy)
-        load_stale_policy(self.put_policy)
-        load_stale_policy(self.take_policy)
 
     def _check_oversampling(self) -> None:
         require(1 <= self.oversampling < math.inf, "oversampling", self.oversampling, "a finite factor of at least 1")

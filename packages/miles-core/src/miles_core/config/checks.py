@@ -17,8 +17,12 @@ from .schema import Config
 Kind = Literal["rl", "sft"]
 
 
-def check(config: Config, kind: Kind | None) -> Iterator[tuple[KeyPath, str]]:
-    """Each contradiction: the key to change, and why."""
+_OF_ROLLOUT = ("rollout", "engines", "sync", "sessions", "workers", "eval", "env")
+_OF_RL = (("run", "steps"), ("train", "loss"), ("train", "optimizer"), ("train", "schedule"), ("train", "minibatches"))
+
+
+def check(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iterator[tuple[KeyPath, str]]:
+    """Each contradiction: the key to change, and why. `given` are the keys that somebody set."""
     yield from _lengths(config)
     yield from _trackers(config)
     if kind is not None:
@@ -30,30 +34,38 @@ def check(config: Config, kind: Kind | None) -> Iterator[tuple[KeyPath, str]]:
         yield from _rl(config) if kind == "rl" else _sft(config)
     if config.sft.steps and config.sft.data is None:
         yield ("sft", "data"), f"is not set but sft.steps is {config.sft.steps}. Set it to `module:function`."
+    if ("eval", "overlap") in given and config.eval.overlap != "backpressure" and config.eval.mode == "shared":
+        yield (
+            ("eval", "overlap"),
+            f'is "{config.eval.overlap}" but eval.mode is "shared": training waits for each evaluation, so nothing '
+            "overlaps. Remove it, or choose another mode.",
+        )
 
 
-def warnings(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iterator[str]:
-    """What is allowed but does nothing, or is likely not meant. `given` are the keys that somebody set."""
+def unread(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """The keys of `given` that this command does not read: the key, the table that is meant, and why."""
+    for path in sorted(given):
+        if kind == "sft" and path[0] in _OF_ROLLOUT:
+            yield path, path[:1], "`miles sft` starts no engines and runs no environments"
+        elif kind == "sft" and path[:2] in _OF_RL:
+            yield path, path[:2], "`miles sft` has its own loss, and sft.steps, sft.optimizer and sft.schedule"
+        elif kind == "rl" and not config.sft.steps and path[0] == "sft" and path[1:] not in ((), ("steps",)):
+            yield path, path[:2], "sft.steps is 0"
+
+
+def warnings(config: Config, kind: Kind | None) -> Iterator[str]:
+    """What is allowed but is likely not meant."""
     cpus = os.cpu_count() or 1
     if config.train.device == "cpu" and config.train.ranks > cpus:
         yield f"train.ranks is {config.train.ranks} on a machine with {cpus} CPUs: ranks will take turns."
     if kind == "sft":
-        unused = sorted(
-            {path[0] for path in given} & {"rollout", "engines", "sync", "sessions", "workers", "eval", "env"}
-        )
-        if unused:
-            yield f"{', '.join(unused)}: `miles sft` starts no engines and runs no environments; these have no effect."
         return
     if not config.checkpoint.every and not config.checkpoint.at_end:
         yield "checkpoint.every is 0 and checkpoint.at_end is off: a run that dies starts over if nobody saves by hand."
     if config.train.minibatches > 1 and config.train.loss.clip_high >= 1:
         yield "train.minibatches is above 1 but clipping is so wide that later steps are hardly bounded."
-    if ("eval", "overlap") in given and config.eval.mode == "shared":
-        yield 'eval.overlap has no effect with eval.mode = "shared": training waits for each evaluation.'
     if kind == "rl" and not config.eval.enabled:
         yield "eval is off: nothing will tell learning from overfitting."
-    if kind == "rl" and not config.sft.steps and any(path[0] == "sft" and len(path) > 1 for path in given):
-        yield "sft.steps is 0: the other keys of sft have no effect."
 
 
 def _lengths(config: Config) -> Iterator[tuple[KeyPath, str]]:

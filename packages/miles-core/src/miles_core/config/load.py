@@ -12,7 +12,7 @@ from typing import Any
 from miles_tito.shared.plugins import Plugin
 from pydantic import TypeAdapter, ValidationError
 
-from .checks import Kind, check, warnings
+from .checks import Kind, check, unread, warnings
 from .keys import (
     KIND,
     NAME,
@@ -25,9 +25,9 @@ from .keys import (
     type_name,
     unions,
 )
-from .layers import Layers, get, put, read_layers
+from .layers import Layers, get, key_path, put, read_layers
 from .moved import new_name, translate
-from .problems import ConfigError, Problem, suggestion
+from .problems import ConfigError, Problem, own_message, suggestion
 from .schema import Config
 
 
@@ -69,16 +69,23 @@ def load_config(words: Sequence[str], *, kind: Kind | None = None, stored: Mappi
         raise ConfigError([*layers.problems, *problems])
     problems += [
         Problem(layers.sources.get(path, ""), ".".join(path), message)
-        for path, message in check(config, kind)
+        for path, message in check(config, kind, given)
         if not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in repaired)
     ]
+    useless: dict[str, dict[str, None]] = {}
+    for path, table, why in unread(config, kind, given):
+        source = layers.sources[path]
+        if source.startswith("--") and key_path(source[2:]) == path:  # said to this very command
+            problems.append(Problem(source, ".".join(path), f"has no effect: {why}."))
+        else:  # in a file, which other commands read too
+            useless.setdefault(why, {})[".".join(table)] = None
     if problems:
         raise ConfigError(problems)
     return Loaded(
         config=config,
         sources=layers.sources,
         files=tuple(layers.files),
-        warnings=tuple(warnings(config, kind, given)),
+        warnings=(*warnings(config, kind), *(f"{', '.join(keys)}: no effect, {why}." for why, keys in useless.items())),
     )
 
 
@@ -156,9 +163,7 @@ def _message(error: Mapping[str, Any], path: KeyPath, table: Mapping[str, Any]) 
         case "unexpected_keyword_argument" if error["loc"][-1] == path[-1]:
             return _unknown(path, table)
         case "value_error":
-            message = str(error["ctx"]["error"])
-            own = f"`{path[-1]}` " if path else ""
-            return message.removeprefix(own) if own and message.startswith(own) else f"is wrong: {message}"
+            return own_message(error["ctx"]["error"])
         case "missing" if isinstance(error["loc"][-1], str):
             return f"needs `{error['loc'][-1]}`."
         case "literal_error":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,13 @@ class ConfigError(MilesError, ValueError):
         self.problems = tuple(problems)
         count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"
         super().__init__("\n".join([f"{count} in the configuration:", *(f"  {problem}" for problem in self.problems)]))
+
+
+def own_message(error: Exception) -> str:
+    """What the error of a section says, without the key that it begins with."""
+    message = str(error)
+    own = re.match(r"`[\w.\- ]+` (?=is )", message)
+    return message[own.end() :] if own else f"is wrong: {message}"
 
 
 def suggestion(wrong: str, known: Iterable[str], *, prefix: str = "") -> str:

@@ -14,16 +14,12 @@ from typing import Any
 from miles_quant.recipe.recipe import Recipe
 from miles_rollout.config import RolloutConfig
 from miles_rollout.engines import EngineConfig
-from miles_tito.errors import MilesError
+from miles_tito.shared.settings import SettingError, at_least
 from miles_train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from miles_weightsync.config import PushConfig
 
 from miles_core.evaluation.config import EvalConfig
 from miles_core.monitor.config import MonitorConfig
-
-
-class SectionError(MilesError, ValueError):
-    """A section of core's own holds a value out of range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +39,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise SectionError(f"`name` is {self.name!r}; it names a directory, without `/` and a leading dot.")
-        _at_least(self, 1, "steps")
+            raise SettingError(f"`name` is {self.name!r}; it names a directory, without `/` and a leading dot.")
+        at_least(self, 1, "steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +62,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.path is not None and self.builder is not None:
-            raise SectionError(f"`path` is {self.path!r} and `builder` is {self.builder!r}; set one of them.")
+            raise SettingError(f"`path` is {self.path!r} and `builder` is {self.builder!r}; set one of them.")
         if self.builder_args and self.builder is None:
-            raise SectionError(f"`builder_args` is {dict(self.builder_args)} but there is no `builder` to take them.")
-        _at_least(self, 2, "max_context")
+            raise SettingError(f"`builder_args` is {dict(self.builder_args)} but there is no `builder` to take them.")
+        at_least(self, 2, "max_context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +85,8 @@ class EnvConfig:
 
     def __post_init__(self) -> None:
         if self.args and self.target is None:
-            raise SectionError(f"`args` is {dict(self.args)} but there is no `target` to take them.")
-        _at_least(self, 1, "num_prompts")
+            raise SettingError(f"`args` is {dict(self.args)} but there is no `target` to take them.")
+        at_least(self, 1, "num_prompts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +106,8 @@ class CheckpointConfig:
     """Write one behind the last step, so that a finished run can go on with more steps."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "every")
-        _at_least(self, 1, "keep", "keep_every")
+        at_least(self, 0, "every")
+        at_least(self, 1, "keep", "keep_every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +130,8 @@ class SftConfig:
     """Used instead of `train.schedule`."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "steps")
-        _at_least(self, 1, "batch_size")
+        at_least(self, 0, "steps")
+        at_least(self, 1, "batch_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +150,11 @@ class RayConfig:
     """Print what actors print, beside writing it to the run's log directory."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_cpus")
-        _at_least(self, 80 * 2**20, "object_store_bytes")
+        at_least(self, 1, "num_cpus")
+        at_least(self, 80 * 2**20, "object_store_bytes")
         for name in ("num_cpus", "object_store_bytes"):
             if self.address is not None and getattr(self, name) is not None:
-                raise SectionError(
+                raise SettingError(
                     f"`{name}` is {getattr(self, name)} but `address` is {self.address!r}: a cluster that runs already "
                     "has its own. Remove one of them."
                 )
@@ -174,7 +170,7 @@ class SessionsConfig:
     """Session server processes; a session lives on the one that its id hashes to."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "count")
+        at_least(self, 1, "count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +183,7 @@ class WorkersConfig:
     """Worker processes; each runs its share of `rollout.max_concurrent_episodes`."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "count")
+        at_least(self, 1, "count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +218,3 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _at_least(section: Any, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < least:
-            raise SectionError(f"`{name}` is {value}; it must be at least {least}.")

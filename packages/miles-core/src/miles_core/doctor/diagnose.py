@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from miles_core.config import Config, ConfigError, load_config
+from miles_core.config.plugins import check_plugins
 
 from . import machine, packages, precision, template
 from .finding import Finding
@@ -47,15 +48,14 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Fin
 
 def _configuration(words: Sequence[str]) -> tuple[Config, list[Finding]]:
     """The configuration to check against, the default one where it does not resolve."""
+    config = Config()
     try:
         loaded = load_config(words)
+        config = loaded.config
+        sys.path[:0] = loaded.import_paths
+        check_plugins(config, sources=loaded.sources)
     except ConfigError as error:
-        return Config(), [
-            Finding(
-                check="config", level="fail", message=str(problem), fix="correct it; `miles config --docs` has all keys"
-            )
-            for problem in error.problems
-        ]
-    sys.path[:0] = loaded.import_paths
+        fix = "correct it; `miles config --docs` has all keys"
+        return config, [Finding(check="config", level="fail", message=str(p), fix=fix) for p in error.problems]
     what = ", ".join(str(file) for file in loaded.files) or "the default configuration"
-    return loaded.config, [Finding(check="config", level="ok", message=f"{what} resolved")]
+    return config, [Finding(check="config", level="ok", message=f"{what} resolved")]

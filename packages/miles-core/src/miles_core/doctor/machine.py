@@ -5,12 +5,11 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from miles_rollout.engines import is_port_free
+from miles_tito.shared.http import NoAnswer, call_once
 
 from miles_core.config import Config
 from miles_core.run.dry_run import available_memory, disk_bytes, list_processes, read_shape
@@ -132,15 +131,15 @@ def open_files(config: Config, limit: int | None = None) -> Iterator[Finding]:
 
 def _server(name: str, url: str) -> Finding:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        answer = call_once("GET", f"{url}/health", timeout_s=5)
+    except NoAnswer as error:
+        wrong = f"does not answer: {error.reason}"
+    else:
+        if answer.is_ok:
             return Finding(check="ports", level="ok", message=f"{url} of engines.{name} answers {answer.status}")
-    except (urllib.error.URLError, OSError) as error:
-        return Finding(
-            check="ports",
-            level="fail",
-            message=f"{url} of engines.{name} does not answer: {error}",
-            fix="start that server, correct engines.NAME.urls, or leave urls out so that Miles starts one",
-        )
+        wrong = f"answers {answer.status} {answer.excerpt()}"
+    fix = "start that server, correct engines.NAME.urls, or leave urls out so that Miles starts one"
+    return Finding(check="ports", level="fail", message=f"{url} of engines.{name} {wrong}", fix=fix)
 
 
 def _is_writable(directory: Path) -> bool:

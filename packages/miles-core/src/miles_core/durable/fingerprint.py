@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from miles_tito.records import Prompt
+from miles_tito.shared.safetensors import read_header
 
 from miles_core.config import Config, to_dict
 from miles_core.config.keys import is_plugin, leaves
@@ -175,15 +175,13 @@ def _sampled(file: Path) -> Iterator[bytes]:
                 stream.seek(size * block // _BLOCKS)
                 yield stream.read(_SAMPLE)
             return
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = stream.read(length)
-        yield header
-        for name, tensor in json.loads(header).items():
-            if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                for offset in (start, (start + end) // 2):
-                    stream.seek(8 + length + offset)
-                    yield stream.read(min(_SAMPLE, end - offset))
+        header = read_header(file)
+        stream.seek(8)
+        yield stream.read(header.data_start - 8)
+        for tensor in header.tensors.values():
+            for offset in (tensor.start, tensor.start + (tensor.end - tensor.start) // 2):
+                stream.seek(offset)
+                yield stream.read(min(_SAMPLE, tensor.end - offset))
 
 
 def _digest(parts: Iterator[bytes] | Sequence[bytes]) -> str:

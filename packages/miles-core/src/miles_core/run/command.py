@@ -64,8 +64,6 @@ async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor, *,
     error: BaseException | None = None
     _cancel_on_signals()
     try:
-        if kind == "rl":
-            config.rollout.load_plugins()
         async with cluster(config.ray):
             _cancel_on_signals()  # Ray has put its own handlers in place of ours
             parts = RayParts(config, run_dir=run_dir)

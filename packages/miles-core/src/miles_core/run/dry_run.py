@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any, Literal
 
 from miles_quant import QuantError, Recipe
 from miles_rollout.engines import EngineConfig, resolve_device
-from miles_tito.shared.plugins import load
+from miles_tito.shared.safetensors import read_header
+from miles_tito.shared.settings import SettingError
 from miles_train.config import TrainConfig
 
-from miles_core.config.schema import Config, SectionError
-from miles_core.evaluation.config import is_import_string
+from miles_core.config import Config
 
 GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,13 +62,11 @@ class Process:
 
 
 def make_plan(config: Config, kind: Literal["rl", "sft"]) -> str:
-    """The plan as text. Import strings are resolved, so a missing module is told here and not by a worker.
+    """The plan as text.
 
     Raises:
-        ImportStringError: an import string of the configuration leads nowhere.
-        SectionError: the recipe of `[quant]` does not fit the model.
+        SettingError: the recipe of `[quant]` does not fit the model.
     """
-    resolve_imports(config)
     shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
     processes = list_processes(config, kind, shape)
     head = [_headline(config, kind), _model_line(config, shape)]
@@ -79,23 +76,6 @@ def make_plan(config: Config, kind: Literal["rl", "sft"]) -> str:
         )
     lines = [*head, "", *_table(processes), _total(processes)]
     return "\n".join([*lines, _checkpoint_line(config, shape)])
-
-
-def resolve_imports(config: Config) -> None:
-    """Import everything that the configuration names by `module:attribute`."""
-    named = {
-        "env.target": config.env.target,
-        "model.builder": config.model.builder,
-        "sft.data": config.sft.data,
-        "eval.external": config.eval.external if is_import_string(config.eval.external or "") else None,
-        "train.loss.kind": config.train.loss.kind,
-    }
-    shipped = ("env.target", "model.builder", "sft.data")
-    for key, target in named.items():
-        if target is not None and (":" in target or key in shipped):
-            load(target, what=key)
-    config.monitor.load_plugins()
-    config.rollout.load_plugins()
 
 
 def read_shape(folder: Path) -> ModelShape | None:
@@ -259,7 +239,7 @@ def quant_line(recipe: Recipe, model: Path | None) -> str:
     """What of the model is in low precision, and what engines get.
 
     Raises:
-        SectionError: the recipe does not fit the model.
+        SettingError: the recipe does not fit the model.
     """
     held = "codes and scales" if recipe.quantize_activations else "the values of the codes as plain weights"
     shapes = stored_shapes(model) if model is not None else {}
@@ -270,7 +250,7 @@ def quant_line(recipe: Recipe, model: Path | None) -> str:
         fitted = recipe if shape is None else recipe.for_model(shape.num_layers)
         chosen = fitted.select(shapes)
     except QuantError as error:
-        raise SectionError(f"`quant` does not fit {model}: {error}") from error
+        raise SettingError(f"`quant` does not fit {model}: {error}") from error
     share = sum(math.prod(shapes[name]) for name in chosen) / sum(map(math.prod, shapes.values()))
     return (
         f"quant {recipe.format} · {len(chosen)} of {len(shapes)} tensors, {share:.0%} of the parameters · "
@@ -322,10 +302,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in the folder's safetensors files, read off their headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(size))
-        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+        shapes |= {name: tensor.shape for name, tensor in read_header(file).tensors.items()}
     return shapes
 
 

@@ -12,6 +12,7 @@ from miles_tito.errors import MilesError
 
 from miles_core.config import Config, to_dict
 from miles_core.config.load import Loaded, load_config
+from miles_core.config.plugins import check_plugins
 from miles_core.durable import rundir
 from miles_core.durable.checkpoints import Checkpoints
 from miles_core.durable.fingerprint import Changes, compare
@@ -56,8 +57,9 @@ def resume(
     refuse(changes, accept_changes=accept_changes)
     for sentence in changes.allowed:
         print(f"changed: {sentence}", file=sys.stderr)
-    rundir.write_config(run_dir, to_dict(config))
     sys.path[:0] = list(dict.fromkeys([*loaded.import_paths, *facts.import_paths]))
+    check_plugins(config, facts.kind, sources=loaded.sources)
+    rundir.write_config(run_dir, to_dict(config))
     from .command import main
 
     return main(config, facts.kind, run_dir, accept_changes=accept_changes)
