@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from miles_core import cli
 from miles_core.config import Config, ModelConfig, RunConfig, load_config
-from miles_core.doctor import Finding, diagnose, machine, packages, template, to_json, to_text
+from miles_core.doctor import Finding, diagnose, machine, packages, to_json, to_text
+from miles_core.doctor import model as model_checks
 from miles_rollout.engines import EngineVersionError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -196,19 +197,19 @@ def model(tmp_path):
 
 
 def test_a_template_that_is_append_only_passes(model):
-    findings = list(template.check(model(APPEND_ONLY), family="auto"))
+    findings = list(model_checks.template(model(APPEND_ONLY), family="auto"))
     assert "fail" not in levels(findings)
     assert "is append-only in" in findings[-1].message
 
 
 def test_a_template_that_rewrites_earlier_turns_is_found_with_the_case(model):
-    findings = [f for f in template.check(model(COUNTS_MESSAGES), family="auto") if f.level == "fail"]
+    findings = [f for f in model_checks.template(model(COUNTS_MESSAGES), family="auto") if f.level == "fail"]
     assert findings
     assert all("not append-only" in finding.message and "chat_template" in finding.fix for finding in findings)
 
 
 def test_a_folder_without_a_tokenizer_fails(tmp_path):
-    (finding,) = template.check(str(tmp_path), family="auto")
+    (finding,) = model_checks.template(str(tmp_path), family="auto")
     assert (finding.level, finding.check) == ("fail", "template")
 
 

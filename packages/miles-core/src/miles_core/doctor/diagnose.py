@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from miles_core.config import Config, ConfigError, load_config
 from miles_core.config.plugins import check_plugins
 
-from . import machine, packages, precision, template
+from . import machine, packages
+from . import model as model_checks
 from .finding import Finding
 
 Check = Callable[[], Iterable[Finding]]
@@ -28,8 +29,8 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Fin
         "router": lambda: packages.router(config),
         "ray": lambda: packages.ray(),
         "packages": lambda: packages.requirements(),
-        "template": lambda: template.check(model or config.model.path, family=config.model.family),
-        "quant": lambda: precision.check(config),
+        "template": lambda: model_checks.template(model or config.model.path, family=config.model.family),
+        "quant": lambda: model_checks.quant(config),
         "shared memory": lambda: machine.shared_memory(config),
         "disk": lambda: machine.disk(config),
         "memory": lambda: machine.memory(config),
@@ -40,9 +41,7 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Fin
         try:
             findings += check()
         except Exception as error:  # the boundary: a broken machine breaks checks in any way it likes
-            findings.append(
-                Finding(check=name, level="fail", message=f"the check itself failed: {type(error).__name__}: {error}")
-            )
+            findings.append(Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}"))
     return findings
 
 
@@ -56,6 +55,6 @@ def _configuration(words: Sequence[str]) -> tuple[Config, list[Finding]]:
         check_plugins(config, sources=loaded.sources)
     except ConfigError as error:
         fix = "correct it; `miles config --docs` has all keys"
-        return config, [Finding(check="config", level="fail", message=str(p), fix=fix) for p in error.problems]
+        return config, [Finding("config", "fail", str(p), fix) for p in error.problems]
     what = ", ".join(str(file) for file in loaded.files) or "the default configuration"
-    return config, [Finding(check="config", level="ok", message=f"{what} resolved")]
+    return config, [Finding("config", "ok", f"{what} resolved")]

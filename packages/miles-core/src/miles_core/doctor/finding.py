@@ -10,7 +10,7 @@ from typing import Literal
 Level = Literal["ok", "warn", "fail"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the diagnosis."""
 
@@ -34,8 +34,7 @@ def to_text(findings: Sequence[Finding]) -> str:
     failed = sum(finding.level == "fail" for finding in findings)
     warned = sum(finding.level == "warn" for finding in findings)
     verdict = f"{failed} of {len(findings)} checks failed" if failed else "a run can start"
-    lines += ["", verdict + (f", {warned} warnings" if warned else "")]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", verdict + (f", {warned} warnings" if warned else "")])
 
 
 def to_json(findings: Sequence[Finding]) -> str:

@@ -12,7 +12,7 @@ from miles_rollout.engines import is_port_free
 from miles_tito.shared.http import NoAnswer, call_once
 
 from miles_core.config import Config
-from miles_core.run.dry_run import available_memory, disk_bytes, list_processes, read_shape
+from miles_core.run.dry_run import available_memory, disk_bytes, existing_folder, list_processes, read_shape
 
 from .finding import Finding
 
@@ -23,32 +23,25 @@ SHM = Path("/dev/shm")
 def python(version: tuple[int, int, int] = sys.version_info[:3]) -> Iterator[Finding]:
     text = ".".join(map(str, version))
     if version < (3, 11):
-        yield Finding(
-            check="python",
-            level="fail",
-            message=f"Python {text}; Miles needs 3.11 or newer",
-            fix="uv venv --python 3.11",
-        )
+        yield Finding("python", "fail", f"Python {text}; Miles needs 3.11 or newer", "uv venv --python 3.11")
     else:
-        yield Finding(check="python", level="ok", message=f"Python {text}")
+        yield Finding("python", "ok", f"Python {text}")
 
 
 def shared_memory(config: Config, directory: Path = SHM) -> Iterator[Finding]:
     """Two weight buckets and Ray's object store live there."""
-    free = _free(directory)
+    free = shutil.disk_usage(directory).free
     buckets = 2 * config.sync.bucket_bytes if config.sync.way == "tensor" and config.sync.staging == "shm" else 0
     needed = buckets + (config.ray.object_store_bytes or GIB)
     message = f"{_gib(free)} free in {directory}; weight buckets and Ray's object store want {_gib(needed)}"
     if free >= needed:
-        yield Finding(check="shared memory", level="ok", message=message)
+        yield Finding("shared memory", "ok", message)
         return
-    yield Finding(
-        check="shared memory",
-        level="fail" if free < buckets + 2**28 else "warn",
-        message=message,
-        fix=f"mount -o remount,size=50% {directory}, or docker run --shm-size={needed // GIB + 1}g, or lower "
-        "sync.bucket_bytes and ray.object_store_bytes",
+    fix = (
+        f"mount -o remount,size=50% {directory}, or docker run --shm-size={needed // GIB + 1}g, or lower "
+        "sync.bucket_bytes and ray.object_store_bytes"
     )
+    yield Finding("shared memory", "fail" if free < buckets + 2**28 else "warn", message, fix)
 
 
 def disk(config: Config) -> Iterator[Finding]:
@@ -56,20 +49,17 @@ def disk(config: Config) -> Iterator[Finding]:
     directory = Path(config.run.dir).expanduser()
     shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
     needed = disk_bytes(config, shape) if shape else 0.0
-    existing = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
+    existing = existing_folder(directory)
     if not _is_writable(existing):
-        yield Finding(
-            check="disk", level="fail", message=f"{existing} cannot be written to", fix="set run.dir to another place"
-        )
+        yield Finding("disk", "fail", f"{existing} cannot be written to", "set run.dir to another place")
         return
-    free = _free(existing)
+    free = shutil.disk_usage(existing).free
     message = f"{_gib(free)} free for {directory}" + (f"; checkpoints take {_gib(needed)}" if needed else "")
     if free >= 5 * GIB + needed:
-        yield Finding(check="disk", level="ok", message=message)
+        yield Finding("disk", "ok", message)
     else:
-        level = "fail" if free < GIB // 2 + needed else "warn"
         fix = "free some space, set run.dir to another disk, or lower checkpoint.keep"
-        yield Finding(check="disk", level=level, message=message, fix=fix)
+        yield Finding("disk", "fail" if free < GIB // 2 + needed else "warn", message, fix)
 
 
 def memory(config: Config, free: int | None = None) -> Iterator[Finding]:
@@ -80,11 +70,11 @@ def memory(config: Config, free: int | None = None) -> Iterator[Finding]:
     message = f"{_gib(free)} free" + (f"; weights, optimizer and caches want {_gib(needed)}" if needed else "")
     fix = "lower train.token_budget or engines.NAME.max_total_tokens, or use a smaller model; see --dry-run"
     if needed and needed > free:
-        yield Finding(check="memory", level="fail", message=message, fix=fix)
+        yield Finding("memory", "fail", message, fix)
     elif free < 4 * GIB:
-        yield Finding(check="memory", level="warn", message=f"{message}; the libraries alone take about 4 GiB", fix=fix)
+        yield Finding("memory", "warn", f"{message}; the libraries alone take about 4 GiB", fix)
     else:
-        yield Finding(check="memory", level="ok", message=message)
+        yield Finding("memory", "ok", message)
 
 
 def ports(config: Config) -> Iterator[Finding]:
@@ -98,35 +88,26 @@ def ports(config: Config) -> Iterator[Finding]:
     ]
     for key, port in fixed:
         if is_port_free(port):
-            yield Finding(check="ports", level="ok", message=f"port {port} of {key} is free")
+            yield Finding("ports", "ok", f"port {port} of {key} is free")
         else:
-            yield Finding(
-                check="ports",
-                level="fail",
-                message=f"port {port} of {key} is in use",
-                fix=f"stop what listens there (ss -ltnp 'sport = :{port}'), or choose another port",
-            )
+            fix = f"stop what listens there (ss -ltnp 'sport = :{port}'), or choose another port"
+            yield Finding("ports", "fail", f"port {port} of {key} is in use", fix)
     urls = [(name, url) for name, engine in config.engines.items() for url in engine.urls]
-    for name, url in urls:
-        yield _server(name, url)
+    yield from (_server(name, url) for name, url in urls)
     if not fixed and not urls:
-        yield Finding(check="ports", level="ok", message="none is fixed by the configuration; Miles takes free ones")
+        yield Finding("ports", "ok", "none is fixed by the configuration; Miles takes free ones")
 
 
 def open_files(config: Config, limit: int | None = None) -> Iterator[Finding]:
     """An episode holds a few sockets in the worker and in the session server."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    needed = 1024 + 8 * config.rollout.max_concurrent_episodes
-    message = f"{limit} allowed; {config.rollout.max_concurrent_episodes} episodes at once want about {needed}"
+    episodes = config.rollout.max_concurrent_episodes
+    needed = 1024 + 8 * episodes
+    message = f"{limit} allowed; {episodes} episodes at once want about {needed}"
     if limit >= needed or limit == resource.RLIM_INFINITY:
-        yield Finding(check="open files", level="ok", message=message)
+        yield Finding("open files", "ok", message)
     else:
-        yield Finding(
-            check="open files",
-            level="warn",
-            message=message,
-            fix=f"ulimit -n {needed}, or lower rollout.max_concurrent_episodes",
-        )
+        yield Finding("open files", "warn", message, f"ulimit -n {needed}, or lower rollout.max_concurrent_episodes")
 
 
 def _server(name: str, url: str) -> Finding:
@@ -136,10 +117,10 @@ def _server(name: str, url: str) -> Finding:
         wrong = f"does not answer: {error.reason}"
     else:
         if answer.is_ok:
-            return Finding(check="ports", level="ok", message=f"{url} of engines.{name} answers {answer.status}")
+            return Finding("ports", "ok", f"{url} of engines.{name} answers {answer.status}")
         wrong = f"answers {answer.status} {answer.excerpt()}"
     fix = "start that server, correct engines.NAME.urls, or leave urls out so that Miles starts one"
-    return Finding(check="ports", level="fail", message=f"{url} of engines.{name} {wrong}", fix=fix)
+    return Finding("ports", "fail", f"{url} of engines.{name} {wrong}", fix)
 
 
 def _is_writable(directory: Path) -> bool:
@@ -151,10 +132,6 @@ def _is_writable(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
 
 
 def _gib(size: float) -> str:

@@ -35,32 +35,25 @@ def torch(config: Config, ask: Sequence[str] = (sys.executable, "-c", _ASK_TORCH
     result = subprocess.run(ask, capture_output=True, text=True, timeout=120, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
-        yield Finding(
-            check="torch",
-            level="fail",
-            message=f"torch cannot be imported: {reason}",
-            fix="uv pip install --torch-backend=auto torch",
-        )
+        fix = "uv pip install --torch-backend=auto torch"
+        yield Finding("torch", "fail", f"torch cannot be imported: {reason}", fix)
         return
     version, gpus = result.stdout.split()
     if int(gpus):
-        yield Finding(check="torch", level="ok", message=f"torch {version} with {gpus} GPUs")
+        yield Finding("torch", "ok", f"torch {version} with {gpus} GPUs")
     elif config.train.device == "cuda" or (config.train.device == "auto" and has_gpu()):
-        yield Finding(
-            check="torch",
-            level="fail",
-            message=f"torch {version} sees no GPU, but the machine or train.device names one",
-            fix="uv pip install --torch-backend=auto torch; compare its CUDA with nvidia-smi; or train.device = cpu",
-        )
+        message = f"torch {version} sees no GPU, but the machine or train.device names one"
+        fix = "uv pip install --torch-backend=auto torch; compare its CUDA with nvidia-smi; or train.device = cpu"
+        yield Finding("torch", "fail", message, fix)
     else:
-        yield Finding(check="torch", level="ok", message=f"torch {version} on the CPU")
+        yield Finding("torch", "ok", f"torch {version} on the CPU")
 
 
 def sglang(config: Config) -> Iterator[Finding]:
     """The exact release for each device that engines start on."""
     devices: set[Device] = {resolve_device(engine.device) for engine in config.engines.values() if not engine.urls}
     if not devices:
-        yield Finding(check="sglang", level="ok", message="no engine is started here")
+        yield Finding("sglang", "ok", "no engine is started here")
     for device in devices:
         yield _version_check("sglang", partial(check_sglang, device), level="fail")
 
@@ -74,9 +67,9 @@ def router(config: Config) -> Iterator[Finding]:
 def ray(version: Version = installed) -> Iterator[Finding]:
     found = version("ray")
     if found is None:
-        yield Finding(check="ray", level="fail", message="ray is not installed", fix="uv pip install 'ray>=2.50'")
+        yield Finding("ray", "fail", "ray is not installed", "uv pip install 'ray>=2.50'")
     else:
-        yield Finding(check="ray", level="ok", message=f"ray {found}")
+        yield Finding("ray", "ok", f"ray {found}")
 
 
 def requirements(
@@ -100,28 +93,21 @@ def requirements(
             count += 1
             if found is None or not requirement.specifier.contains(found, prereleases=True):
                 wrong.append(_mismatch(package, requirement, found))
-    if wrong:
-        yield from wrong
-    else:
-        yield Finding(check="packages", level="ok", message=f"{count} requirements of the Miles packages are met")
+    yield from wrong or [Finding("packages", "ok", f"{count} requirements of the Miles packages are met")]
 
 
 def _mismatch(package: str, requirement: Requirement, found: str | None) -> Finding:
     state = "is not installed" if found is None else f"{found} is installed"
     wanted = f"{requirement.name}{requirement.specifier}"
-    return Finding(
-        check="packages",
-        level="fail",
-        message=f"{requirement.name} {state}, but {package} needs {wanted}",
-        fix=f"uv pip install '{wanted}'",
-    )
+    message = f"{requirement.name} {state}, but {package} needs {wanted}"
+    return Finding("packages", "fail", message, f"uv pip install '{wanted}'")
 
 
 def _version_check(name: str, check: Callable[[], str], *, level: Level) -> Finding:
     try:
-        return Finding(check=name, level="ok", message=check())
+        return Finding(name, "ok", check())
     except EngineVersionError as error:
         # "What is wrong. Install it: command": the sentence that leads to the command says nothing by itself.
         told, _, fix = str(error).rpartition(": ")
         message = told.rpartition(". ")[0] or told
-        return Finding(check=name, level=level, message=message, fix=fix)
+        return Finding(name, level, message, fix)

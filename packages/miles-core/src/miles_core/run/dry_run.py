@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,15 +45,15 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Process:
     """One kind of process of the run."""
 
     name: str
-    count: int
-    device: Literal["cpu", "cuda"]
     note: str
-    parts: Mapping[str, float]
+    count: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """What takes memory -> bytes in one process; empty where it is little or unknown."""
 
     @property
@@ -101,48 +101,32 @@ def read_shape(folder: Path) -> ModelShape | None:
 
 def list_processes(config: Config, kind: Literal["rl", "sft"], shape: ModelShape | None) -> list[Process]:
     """Every process of the run, the driver last."""
-    device = resolve_device(config.train.device)
+    train, device = config.train, resolve_device(config.train.device)
     trainer = Process(
-        name="trainer rank",
-        count=config.train.ranks,
+        "trainer rank",
+        f"{train.backend}, {train.dtype}, {_threads(train.threads)}",
+        count=train.ranks,
         device=device,
-        note=f"{config.train.backend}, {config.train.dtype}, {_threads(config.train.threads)}",
-        parts=trainer_memory(config.train, shape, device=device) if shape else {},
+        parts=trainer_memory(train, shape, device=device) if shape else {},
     )
-    driver = Process(name="driver, Ray", count=1, device="cpu", note="loop, monitors, ledger", parts={})
+    driver = Process("driver, Ray", "loop, monitors, ledger")
     if kind == "sft":
         return [trainer, driver]
-    engines = [_engine(name, engine, config.train, shape) for name, engine in config.engines.items()]
-    routers = [
-        Process(name=f"router {name}", count=1, device="cpu", note="smg", parts={})
-        for name, engine in config.engines.items()
-        if engine.num_servers > 1
+    episodes = config.rollout.max_concurrent_episodes
+    evaluation = {
+        "dedicated": [Process("session server", "of the evaluation"), Process("worker", "of the evaluation")],
+        "external": [Process("evaluation", "while one runs")],
+        "shared": [],
+    }
+    return [
+        trainer,
+        *(_engine(name, engine, train, shape) for name, engine in config.engines.items()),
+        *(Process(f"router {name}", "smg") for name, engine in config.engines.items() if engine.num_servers > 1),
+        Process("session server", "records tokens", count=config.sessions.count),
+        Process("worker", f"{episodes} episodes at once over all", count=config.workers.count),
+        *evaluation[config.eval.mode if config.eval.enabled else "shared"],
+        driver,
     ]
-    sessions = Process(
-        name="session server", count=config.sessions.count, device="cpu", note="records tokens", parts={}
-    )
-    workers = Process(
-        name="worker",
-        count=config.workers.count,
-        device="cpu",
-        note=f"{config.rollout.max_concurrent_episodes} episodes at once over all",
-        parts={},
-    )
-    return [trainer, *engines, *routers, sessions, workers, *_evaluation(config), driver]
-
-
-def _evaluation(config: Config) -> list[Process]:
-    """What evaluation has of its own, its engines aside."""
-    match config.eval.mode if config.eval.enabled else "shared":
-        case "dedicated":
-            return [
-                Process(name="session server", count=1, device="cpu", note="of the evaluation", parts={}),
-                Process(name="worker", count=1, device="cpu", note="of the evaluation", parts={}),
-            ]
-        case "external":
-            return [Process(name="evaluation", count=1, device="cpu", note="while one runs", parts={})]
-        case "shared":
-            return []
 
 
 def trainer_memory(train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
@@ -179,10 +163,15 @@ def disk_bytes(config: Config, shape: ModelShape) -> float:
     return (kept + 1) * checkpoint_bytes(config.train, shape)
 
 
-def free_disk(directory: Path) -> int:
-    """Bytes free where `directory` is, or will be made."""
-    places = (directory.expanduser().absolute(), *directory.expanduser().absolute().parents)
-    return shutil.disk_usage(next(place for place in places if place.exists())).free
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there already."""
+    absolute = folder.expanduser().absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free where `folder` is, or will be made."""
+    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def engine_memory(engine: EngineConfig, train: TrainConfig, shape: ModelShape, *, device: str) -> dict[str, float]:
@@ -204,16 +193,11 @@ def available_memory() -> int:
 
 def _engine(name: str, engine: EngineConfig, train: TrainConfig, shape: ModelShape | None) -> Process:
     if engine.urls:
-        return Process(name=f"engine {name}", count=0, device="cpu", note=f"runs at {', '.join(engine.urls)}", parts={})
+        return Process(f"engine {name}", f"runs at {', '.join(engine.urls)}", count=0)
     device = resolve_device(engine.device)
     layout = f"tp {engine.tp}, dp {engine.dp}" if device == "cuda" else _threads(engine.threads)
-    return Process(
-        name=f"engine {name}",
-        count=engine.count,
-        device=device,
-        note=f"SGLang, {engine.role}, {layout}",
-        parts=engine_memory(engine, train, shape, device=device) if shape else {},
-    )
+    parts = engine_memory(engine, train, shape, device=device) if shape else {}
+    return Process(f"engine {name}", f"SGLang, {engine.role}, {layout}", engine.count, device, parts)
 
 
 def _headline(config: Config, kind: str) -> str:
