@@ -38,6 +38,21 @@ def test_every_section_of_a_run_that_had_everything(tmp_path):
     assert [mark["is_rewind"] for mark in page.data["timeline"]["marks"]] == [False, True, True]
 
 
+def test_each_fate_begins_where_the_one_before_it_ended_and_its_reasons_share_its_place(tmp_path):
+    play(tmp_path / "run")
+    html = report.write(tmp_path / "run").read_text(encoding="utf-8")
+    table = html.split('<table class="fates">')[1].split("</table>")[0]
+    rows = re.findall(r'<tr class="(\w*)"><td>([^<]*)</td>.*?left:([\d.]+)%;width:([\d.]+)%', table, flags=re.DOTALL)
+    assert rows[0] == ("", "issued", "0.000", "100.000")
+    fate = reason = 0.0
+    for kind, name, left, width in rows[1:]:
+        assert float(left) == pytest.approx(reason if kind else fate, abs=0.01), name
+        reason = reason + float(width) if kind else fate
+        fate += 0 if kind else float(width)
+    assert fate == pytest.approx(100, abs=0.1)
+    assert [name for kind, name, *_ in rows if kind] == ["zero_spread", "too_few_rewards", "run ended"]
+
+
 def test_a_run_that_goes_on_is_read_while_it_writes(tmp_path):
     run = LongRun(tmp_path)
     run.start()

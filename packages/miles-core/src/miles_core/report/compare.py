@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from miles_core.ledger import table
 from miles_core.monitor.summary import TERMINAL_FATES, format_seconds
-from miles_core.text import visible
+from miles_core.text import table, visible
 
 from .charts import Chart, Rows, Series, column, drawable, thin
 from .page import format_number, percent
@@ -121,7 +120,7 @@ def lines(runs: Sequence[RunData]) -> list[Line]:
         line("tokens a second", _mean("engine/tokens_per_s"), format_number, "up"),
         line("engines busy", _mean("engine/utilisation"), percent, "up"),
         line("trainer busy", _mean("trainer/utilisation"), percent, "up"),
-        line("same-version log-prob gap, maximum", _gap, format_number, "down"),
+        line("same-version log-prob gap, maximum", largest_gap, format_number, "down"),
         line("effective training time", _effective, percent, "up"),
         line("wasted tokens", _wasted, percent, "down"),
         line("starts and rewinds", lambda run: len(run.ledger.history.starts) if run.ledger else math.nan, _whole),
@@ -240,7 +239,7 @@ def _mean(name: str, *, last: int = 0) -> Callable[[RunData], float]:
     return value
 
 
-def _gap(run: RunData) -> float:
+def largest_gap(run: RunData) -> float:
     return max(_known(run, "logprob_gap/same_version_max"), default=math.nan)
 
 

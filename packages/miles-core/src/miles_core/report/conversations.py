@@ -27,30 +27,12 @@ class ShownEpisode:
     siblings: int
     """Episodes of its group."""
 
-    def to_data(self, tokenizer: Tokenizer | None, strips: list[Any]) -> dict[str, Any]:
-        """For the template; what the script draws, in the order of the page, is appended to `strips`."""
-        episode = self.episode
-        versions = sorted({span.version for t in episode.trajectories for span in t.versions})
-        sampled_by = (
-            "\N{EN DASH}".join(map(_version_name, dict.fromkeys((versions[0], versions[-1])))) if versions else "v?"
-        )
-        tokens = sum(len(trajectory.tokens) for trajectory in episode.trajectories)
-        facts = [
-            f"sampled by {sampled_by}",
-            self.fate,
-            self.label,
-            f"{episode.loss_denominator} of {tokens} tokens sampled",
-            str(episode.outcome).replace("_", " "),
-        ]
-        strips += [token_strip(trajectory, tokenizer) for trajectory in episode.trajectories]
-        return {
-            "reward": "no reward" if episode.reward is None else f"reward {episode.reward:.3g}",
-            "facts": [fact for fact in facts if fact],
-            "prompt_id": episode.prompt_id,
-            "siblings": self.siblings,
-            "error": episode.error or "",
-            "num_strips": len(episode.trajectories),
-        }
+    @property
+    def sampled_by(self) -> str:
+        """The oldest and the newest weights that sampled it."""
+        versions = sorted({span.version for t in self.episode.trajectories for span in t.versions})
+        ends = dict.fromkeys((versions[0], versions[-1]) if versions else (None,))
+        return "\N{EN DASH}".join(map(_version_name, ends))
 
 
 def pick_episodes(groups: Sequence[tuple[Group, str]]) -> list[ShownEpisode]:

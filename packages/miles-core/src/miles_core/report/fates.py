@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from miles_rollout.fates import Fate
 
 from miles_core.durable.spool import SpoolAddress, SpoolError, read_group
 
-from .charts import FATE_COLOURS
 from .conversations import ShownEpisode, pick_episodes
-from .page import Share, count, plural
 
 ORDER = (Fate.TRAINED, Fate.FILTERED, Fate.STALE, Fate.FAILED, Fate.ABORTED, Fate.BUFFERED, Fate.IN_FLIGHT)
-MOST_REASONS = 6
-"""Reasons shown of one fate, and causes of waste."""
 MOST_DISCARDS, EXAMPLES, MOST_EXAMPLES = 12, 2, 12
 """Fates and reasons in the table of discards; groups shown of each, the newest ones, and in all."""
-_NAMES = {Fate.BUFFERED: "open: in the buffer", Fate.IN_FLIGHT: "open: running"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,12 @@ class RunFates:
     @property
     def wasted(self) -> int:
         """Sampled tokens that no surviving step trained and none will."""
-        return round(sum(cause.value for cause in self.causes()))
+        return sum(tokens for _, tokens, _ in self.causes())
+
+    @property
+    def trained(self) -> int:
+        """Tokens of groups that the surviving steps trained, those that were too old left out."""
+        return sum(total.tokens - total.masked_tokens for total in self.of(Fate.TRAINED))
 
     @property
     def retrained(self) -> int:
@@ -92,45 +91,19 @@ class RunFates:
             known[str(total.fate) if total.fate.is_final else "in_flight"] += total.groups
         return known
 
-    def causes(self) -> list[Share]:
-        """The wasted tokens by cause, the worst first."""
+    def by_fate(self) -> dict[Fate, list[FateTotals]]:
+        return {fate: totals for fate in ORDER if (totals := self.of(fate))}
+
+    def causes(self) -> list[tuple[str, int, Fate | None]]:
+        """The wasted tokens by cause, the worst first, with the fate of their groups where that is the cause."""
         masked = sum(total.masked_tokens for total in self.of(Fate.TRAINED))
         gone = [total for total in self.totals if total.is_discarded]
         causes = [
-            _tokens("too old: counted for the baseline alone", masked),
-            _tokens("taken back by a rewind, then not trained", sum(total.dropped_tokens for total in gone)),
-            *(_tokens(t.name, t.tokens - t.dropped_tokens, FATE_COLOURS[t.fate]) for t in gone),
+            ("too old: counted for the baseline alone", masked, None),
+            ("taken back by a rewind, then not trained", sum(total.dropped_tokens for total in gone), None),
+            *((total.name, total.tokens - total.dropped_tokens, total.fate) for total in gone),
         ]
-        return sorted((cause for cause in causes if cause.value), key=lambda cause: -cause.value)
-
-    def token_shares(self) -> list[Share]:
-        """All sampled tokens: trained, open, and the worst causes of waste."""
-        causes = self.causes()
-        trained = sum(total.tokens - total.masked_tokens for total in self.of(Fate.TRAINED))
-        still = _tokens("open", self.sampled - trained - self.wasted, 7)
-        rest = _tokens("other causes", sum(cause.value for cause in causes[MOST_REASONS - 1 :]))
-        return [
-            _tokens("trained", trained, 1),
-            *([still] if still.value else []),
-            *causes[: MOST_REASONS - 1],
-            *([rest] if rest.value else []),
-        ]
-
-    def waterfall(self) -> list[dict[str, Any]]:
-        """Rows of the table of fates; each begins where the one before it ended, reasons below their fate."""
-        rows: list[dict[str, Any]] = [_row("issued", self.totals, begin=0, colour=7)]
-        level = 0
-        for fate in ORDER:
-            if totals := self.of(fate):
-                colour = FATE_COLOURS[fate]
-                rows.append(_row(_NAMES.get(fate, str(fate)), totals, begin=level, colour=colour))
-                inner = level
-                level += rows[-1]["groups"]
-                if fate is not Fate.TRAINED and any(total.reason not in ("", fate) for total in totals):
-                    for name, some in _by_reason(totals):
-                        rows.append(_row(name, some, begin=inner, colour=colour, is_reason=True))
-                        inner += rows[-1]["groups"]
-        return rows
+        return sorted((cause for cause in causes if cause[1]), key=lambda cause: -cause[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,22 +159,3 @@ def _discard(db: sqlite3.Connection, totals: FateTotals, trajectories: Path, *, 
             shown = [ShownEpisode(group.episodes[0], label="without a conversation", fate=fate, siblings=siblings)]
         examples += [replace(one, label=f"group {name}, {one.label}") for one in shown]
     return Discard(totals=totals, examples=examples)
-
-
-def _by_reason(totals: Sequence[FateTotals]) -> Iterator[tuple[str, Sequence[FateTotals]]]:
-    """The most frequent reasons, and all others as one."""
-    for total in totals[:MOST_REASONS]:
-        yield total.reason or "no reason given", [total]
-    if rest := totals[MOST_REASONS:]:
-        yield plural(len(rest), "other reason"), rest
-
-
-def _row(
-    name: str, totals: Sequence[FateTotals], *, begin: int, colour: int, is_reason: bool = False
-) -> dict[str, Any]:
-    groups, tokens = sum(total.groups for total in totals), sum(total.tokens for total in totals)
-    return {"name": name, "groups": groups, "tokens": tokens, "begin": begin, "colour": colour, "is_reason": is_reason}
-
-
-def _tokens(name: str, tokens: float, colour: int = 6) -> Share:
-    return Share(name, tokens, count(tokens), colour)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -20,15 +20,6 @@ from miles_core.text import visible
 _FOLDER = Path(__file__).parent
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """What could end the element that the JSON stands in, spelled as JSON allows."""
-
-
-class Share(NamedTuple):
-    """One part of a whole, as the page shows it."""
-
-    name: str
-    value: float
-    text: str
-    colour: int
 
 
 def render(kind: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -120,6 +111,7 @@ def _template() -> Any:
         "plural": plural,
         "seconds": format_seconds,
     }
+    environment.filters |= {"number": format_number, "share": "{:.0%}".format}
     environment.filters["indented"] = lambda content: json.dumps(content, indent=2)
     environment.filters["utc"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
     return environment.get_template("page.html.j2")

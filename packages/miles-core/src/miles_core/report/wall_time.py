@@ -23,22 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.monitor.summary import format_seconds
-
 from .history import Floats, RunHistory, Span, Start, Step
-from .page import Share, clock
+from .page import clock
 
-KINDS = {
-    "steps": ("steps that count", 1),
-    "lost": ("steps lost to rewinds or cut off", 4),
-    "start-up": ("start-up and recovery", 3),
-    "evaluation": ("evaluation, training waiting", 2),
-    "checkpoint": ("checkpoints, training waiting", 5),
-    "paused": ("no engine served", 6),
-    "down": ("no process ran", 7),
-    "other": ("between steps, and the end", 8),
-}
-"""Kind -> what it is called, and its colour."""
+KINDS = ("steps", "lost", "start-up", "evaluation", "checkpoint", "paused", "down", "other")
 WITHIN_STEP = ("time/take_wait", "time/train", "time/sync")
 """Metrics of what a step spends its time on."""
 BINS = 240
@@ -63,12 +51,6 @@ class TimeSplit:
     def ratio(self) -> float | None:
         """The effective training time ratio; None before anything happened."""
         return self.seconds["steps"] / self.wall if self.wall > 0 else None
-
-    def shares(self) -> list[Share]:
-        shares = [
-            Share(name, self.seconds[kind], format_seconds(self.seconds[kind]), c) for kind, (name, c) in KINDS.items()
-        ]
-        return [share for share in shares if share.value > 0 or share.colour == 1]
 
 
 def split_time(history: RunHistory, rows: Sequence[Mapping[str, float]]) -> TimeSplit:

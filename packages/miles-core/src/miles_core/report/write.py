@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from miles_tito.errors import MilesError
 from miles_core.durable.rundir import CONFIG
 from miles_core.ledger import LEDGER
 from miles_core.monitor.jsonl import METRICS_FILE
-from miles_core.monitor.summary import format_seconds
 
 from . import compare
-from .charts import Chart, Series, by_lag, main_charts, other_charts, thin, warm_up_charts
-from .page import format_number, percent, render, save
+from .charts import FATE_COLOURS, Chart, Series, by_lag, main_charts, other_charts, thin, warm_up_charts
+from .conversations import token_strip
+from .page import render, save
 from .run_data import RunData, load_tokenizer, read_run
 
 REPORT_FILE = "report.html"
@@ -66,36 +65,29 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path | None = None) -> tu
 
 def run_page(run: RunData) -> str:
     """The report of one run."""
-    ledger, tokenizer, timeline = run.ledger, load_tokenizer(run), run.timeline()
+    timeline, tokenizer = run.timeline(), load_tokenizer(run)
     rows = thin(by_lag(run.rows))
     charts = [*main_charts(rows), *warm_up_charts(thin(run.warm_up))] if rows else []
     more = other_charts(rows, drawn=charts)
-    scores = score_charts(ledger.evaluations if ledger else [])
-    strips: list[Any] = []
-    episodes = [shown.to_data(tokenizer, strips) for shown in run.shown]
-    discards = [
-        {
-            "totals": d.totals,
-            "missing": d.missing,
-            "episodes": [shown.to_data(tokenizer, strips) for shown in d.examples],
-        }
-        for d in (ledger.discards if ledger else [])
-    ]
+    scores = score_charts(run.ledger.evaluations if run.ledger else [])
+    discarded = [shown for discard in (run.ledger.discards if run.ledger else ()) for shown in discard.examples]
+    shown = [trajectory for one in [*run.shown, *discarded] for trajectory in one.episode.trajectories]
     return render(
         "run",
         title=run.path.name,
         data={
             "charts": {"main": _data(charts), "more": _data(more), "scores": _data(scores[:MOST_DATASETS])},
             "timeline": timeline,
-            "strips": strips,
+            "strips": [token_strip(trajectory, tokenizer) for trajectory in shown],
         },
         run=run,
-        facts=_facts(run),
-        figures=figures(run),
+        last=run.rows[-1] if run.rows else {},
+        model=_model(run.config),
+        scores=_scores(run),
+        gap=compare.largest_gap(run),
+        colours=FATE_COLOURS,
         more_datasets=len(scores) - MOST_DATASETS,
         timeline=timeline,
-        episodes=episodes,
-        discards=discards,
         num_more=len(more),
         merged=len(run.rows) / max(len(rows), 1),
     )
@@ -116,39 +108,6 @@ def comparison_page(runs: Sequence[RunData]) -> str:
         unit=by_time[0].x_name if by_time else "",
         keys=compare.differing_keys(runs),
     )
-
-
-def figures(run: RunData) -> list[tuple[str, str, str]]:
-    """The numbers that answer whether the run did its job: name, value, note."""
-    found: list[tuple[str, str, str]] = []
-    summary = run.summary
-    logged = [score for row in run.rows if math.isfinite(score := row.get("eval/score", math.nan))]
-    before, after = logged[0] if len(logged) > 1 else None, logged[-1] if logged else None
-    if summary is not None:
-        before = before if summary.eval_before is None else summary.eval_before
-        after = after if summary.eval_after is None else summary.eval_after
-    if after is not None:
-        gain = "" if before is None else f"{after - before:+.3f} from {before:.3f}"
-        found.append(("held-out score", f"{after:.3f}", gain))
-    gaps = [gap for row in run.rows if math.isfinite(gap := row.get("logprob_gap/same_version_max", math.nan))]
-    if gaps:
-        found.append(("same-version log-prob gap", format_number(max(gaps)), "maximum, every token"))
-    if summary is not None:
-        if summary.samples_per_s is not None:
-            found.append(("samples a second", f"{summary.samples_per_s:.2f}", "episodes trained"))
-        busy = {"engines": summary.engine_utilisation, "trainer": summary.trainer_utilisation}
-        if known := {name: f"{value:.0%}" for name, value in busy.items() if value is not None}:
-            found.append(("busy", " / ".join(known.values()), " / ".join(known)))
-        if summary.fates:
-            lost = f"{summary.num_lost} lost, {summary.fates.get('twice', 0)} twice"
-            found.append(("groups issued", str(summary.fates.get("issued", 0)), lost))
-    split, fates = run.time, run.ledger.fates if run.ledger else None
-    if split is not None and split.ratio is not None:
-        found.append(("effective training time", percent(split.ratio), f"of {format_seconds(split.wall)}"))
-    if fates and fates.sampled:
-        sampled = f"of {format_number(fates.sampled)} sampled"
-        found.append(("wasted tokens", percent(fates.wasted / fates.sampled), sampled))
-    return found
 
 
 def score_charts(evaluations: Sequence[Mapping[str, Any]]) -> list[Chart]:
@@ -174,16 +133,19 @@ def _data(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     return [chart.to_data() for chart in charts]
 
 
-def _facts(run: RunData) -> list[str]:
-    model = run.config.get("model")
-    last = run.rows[-1] if run.rows else {}
-    facts = [
-        str(model.get("path") or model.get("builder") or "") if isinstance(model, Mapping) else "",
-        f"{last['step']:g} steps" if last else "no steps yet",
-        format_seconds(run.summary.seconds) if run.summary else "",
-        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last["time"])) if "time" in last else "",
-    ]
-    return [fact for fact in facts if fact]
+def _model(config: Mapping[str, Any]) -> str:
+    model = config.get("model")
+    return str(model.get("path") or model.get("builder") or "") if isinstance(model, Mapping) else ""
+
+
+def _scores(run: RunData) -> tuple[float | None, float | None]:
+    """Held-out score before and after: the summary's, or the first and the last one logged."""
+    logged = [score for row in run.rows if math.isfinite(score := row.get("eval/score", math.nan))]
+    before, after = logged[0] if len(logged) > 1 else None, logged[-1] if logged else None
+    if run.summary is not None:
+        before = before if run.summary.eval_before is None else run.summary.eval_before
+        after = after if run.summary.eval_after is None else run.summary.eval_after
+    return before, after
 
 
 def _check(run_dir: Path) -> None:
