@@ -63,7 +63,7 @@ def test_every_chart_lane_and_token_is_drawn_from_the_data(make_run, tmp_path):
     assert page.by_class["nothing"] == ["not measured"]
     measured = [chart for chart in charts if "y_axis" in chart]
     for axis, name in (("y_axis", "y"), ("x_axis", "x")):
-        ticks = [format_number(tick) for chart in measured for tick in chart[axis]["ticks"]]
+        ticks = [format_number(tick) for chart in measured for tick in chart[axis][2]]
         assert page.by_class[name] == ticks, "the script writes numbers as Python does"
     paths = [attrs["class"].split()[0] for tag, attrs in page.tags if tag == "path"]
     lines = [chart for chart in measured if "layout" not in chart]

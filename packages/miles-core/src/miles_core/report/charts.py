@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from miles_core.monitor.names import METRICS, describe
 from miles_core.monitor.summary import TERMINAL_FATES
@@ -18,6 +18,8 @@ Rows = Sequence[Mapping[str, float]]
 
 _IMITATION = "Mean negative log-probability of the tokens to imitate."
 _LAG = "logprob_gap/lag_"
+_GAPS = {"maximum": "logprob_gap/max", "maximum, same version": "logprob_gap/same_version_max",
+         "mean": "logprob_gap/mean"}  # fmt: skip
 _PHASES = {name: f"sync/{name}_seconds" for name in ("pause", "write", "send", "load", "verify", "resume")}
 _TIMES = {"wait for groups": "time/take_wait", "train": "time/train", "weight update": "time/sync",
           "evaluate, write": "time/on_step"}  # fmt: skip
@@ -39,8 +41,7 @@ class Series:
     kind: Literal["line", "points"] = "line"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class Axis(NamedTuple):
     """The range of an axis, and the values on it that are worth a label."""
 
     start: float
@@ -79,14 +80,18 @@ class Chart:
     def to_data(self) -> dict[str, Any]:
         """For the script; without axes where there is nothing to draw."""
         data = _given(self) | {"series": [_given(series) for series in self.series]}
-        axes = {} if self.is_empty() else {"x_axis": _given(x_axis(self)), "y_axis": _given(y_axis(self))}
+        axes = {} if self.is_empty() else {"x_axis": x_axis(self), "y_axis": y_axis(self)}
         return {
             name: value for name, value in data.items() if name not in ("metrics", "floor", "ceiling", "x_range")
         } | axes
 
 
-def main_charts(rows: Rows) -> list[Chart]:
-    """The charts that every reader wants, the one that answers whether it learns first; none without values."""
+def main_charts(rows: Rows, *, warm_up: Rows = ()) -> list[Chart]:
+    """The charts that every reader wants, the one that answers whether it learns first; none without values.
+
+    Args:
+        warm_up: the steps of SFT before RL.
+    """
     # fmt: off
     return drawable([
         _reward(rows),
@@ -112,14 +117,10 @@ def main_charts(rows: Rows) -> list[Chart]:
         lines(rows, "Throughput", "Tokens that all engines sample a second.", {"tokens/s": "engine/tokens_per_s"}),
         lines(rows, "Utilisation", "Share of the step in which each was busy.",
               {"engines": "engine/utilisation", "trainer": "trainer/utilisation"}, floor=0, ceiling=1),
+        lines(warm_up, "Warm-up", "SFT before RL: mean negative log-probability of the tokens to imitate.",
+              {"nats a token": "loss/nll"}),
     ])
     # fmt: on
-
-
-def warm_up_charts(rows: Rows) -> list[Chart]:
-    """What SFT before RL did; nothing where there was none."""
-    note = "SFT before RL: mean negative log-probability of the tokens to imitate."
-    return drawable([lines(rows, "Warm-up", note, {"nats a token": "loss/nll"})])
 
 
 def other_charts(rows: Rows, *, drawn: Iterable[Chart]) -> list[Chart]:
@@ -132,20 +133,12 @@ def other_charts(rows: Rows, *, drawn: Iterable[Chart]) -> list[Chart]:
     return [lines(rows, name, describe(name) or "", {name: name}, size="small") for name in names]
 
 
-def lines(
-    rows: Rows,
-    title: str,
-    note: str,
-    named: Mapping[str, str],
-    *,
-    colours: Sequence[int] = range(1, 8),
-    **options: Any,
-) -> Chart:
+def lines(rows: Rows, title: str, note: str, named: Mapping[str, str], **options: Any) -> Chart:
     """A chart of those of `named`, label -> metric, that the run logged; of layers that are added up, above 0."""
     x = column(rows, "step")
     series = [
         Series(name=label, x=x, values=column(rows, name), colour=colour)
-        for (label, name), colour in zip(named.items(), colours, strict=False)
+        for (label, name), colour in zip(named.items(), options.pop("colours", range(1, 8)), strict=False)
         if any(row.get(name, 0) > 0 if "layout" in options else name in row for row in rows)
     ]
     return Chart(title=title, note=note, series=series, **{"metrics": tuple(named.values()), **options})
@@ -184,7 +177,7 @@ def y_axis(chart: Chart) -> Axis:
         low, high = low - room, high + room
     step = _round_step((high - low) / (2 if chart.size == "small" else 4))
     start, end = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return Axis(start=start, end=end, ticks=_multiples(step, start, end))
+    return Axis(start, end, _multiples(step, start, end))
 
 
 def x_axis(chart: Chart) -> Axis:
@@ -192,22 +185,20 @@ def x_axis(chart: Chart) -> Axis:
     start, end = chart.x_range or (min(s.x[0] for s in chart.series if s.x), max(s.x[-1] for s in chart.series if s.x))
     room = 0.5 if chart.layout == "bars" or start == end else 0.0
     step = max(1.0, round(_round_step(max(end - start, 1) / (2 if chart.size == "small" else 6))))
-    return Axis(start=start - room, end=end + room, ticks=_multiples(step, start, end))
+    return Axis(start - room, end + room, _multiples(step, start, end))
 
 
 def _reward(rows: Rows) -> Chart:
-    x, mean, std = (column(rows, name) for name in ("step", "reward/mean", "reward/std"))
+    x, mean, std, score = (column(rows, name) for name in ("step", "reward/mean", "reward/std", "eval/score"))
     # The band stays among rewards that occurred: 0.9 ± 0.3 of a reward in [0, 1] does not reach 1.2.
     least = min((row["reward/min"] for row in rows if "reward/min" in row), default=-math.inf)
     most = max((row["reward/max"] for row in rows if "reward/max" in row), default=math.inf)
     low = [max(m - s, least) for m, s in zip(mean, std, strict=True)]
     high = [min(m + s, most) for m, s in zip(mean, std, strict=True)]
     series = [Series(name="training, mean ± standard deviation", x=x, values=mean, low=low, high=high)]
-    score = column(rows, "eval/score")
     if any(math.isfinite(value) for value in score):
         error = [0.0 if math.isnan(e) else e for e in column(rows, "eval/stderr")]
-        low = [s - e for s, e in zip(score, error, strict=True)]
-        high = [s + e for s, e in zip(score, error, strict=True)]
+        low, high = ([s + sign * e for s, e in zip(score, error, strict=True)] for sign in (-1, 1))
         name = "held-out, ± standard error"
         series.append(Series(name=name, x=x, values=score, colour=2, kind="points", low=low, high=high))
     note = "Episodes trained in each step, and problems never trained on."
@@ -216,23 +207,14 @@ def _reward(rows: Rows) -> Chart:
 
 
 def _gap(rows: Rows) -> Chart:
-    names = {
-        "maximum": "logprob_gap/max",
-        "maximum, same version": "logprob_gap/same_version_max",
-        "mean": "logprob_gap/mean",
-    }
     lags = sorted({name for row in rows for name in row if name.startswith(_LAG)})
-    return lines(
-        rows,
-        "Log-prob gap",
+    named = _GAPS | {f"mean, lag {name.removeprefix(_LAG)}": name for name in lags}
+    note = (
         "|log p(trainer) \N{MINUS SIGN} log p(engine)| of sampled tokens. Lag 0: the very weights that score them "
-        "sampled them, so the gap is numerics alone and belongs below the line.",
-        names | {f"mean, lag {name.removeprefix(_LAG)}": name for name in lags},
-        colours=(4, 2, 1, 3, 5, 6, *[7] * len(lags)),
-        metrics=("logprob_gap/*",),
-        log=True,
-        limit=(1e-4, "1e-4"),
+        "sampled them, so the gap is numerics alone and belongs below the line."
     )
+    options = {"metrics": ("logprob_gap/*",), "log": True, "limit": (1e-4, "1e-4")}
+    return lines(rows, "Log-prob gap", note, named, colours=(4, 2, 1, 3, 5, 6, *[7] * len(lags)), **options)
 
 
 def _with_rest(rows: Rows) -> Rows:
@@ -281,11 +263,11 @@ def _extremes(chart: Chart) -> Iterable[float]:
 
 def _log_axis(values: Sequence[float]) -> Axis:
     if not values:
-        return Axis(start=0.1, end=1.0, ticks=(0.1, 1.0))
+        return Axis(0.1, 1.0, (0.1, 1.0))
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     high = max(high, low + 1)
     every = max(1, math.ceil((high - low) / 5))
-    return Axis(start=10.0**low, end=10.0**high, ticks=[10.0**p for p in range(low, high + 1, every)])
+    return Axis(10.0**low, 10.0**high, [10.0**p for p in range(low, high + 1, every)])
 
 
 def _round_step(raw: float) -> float:

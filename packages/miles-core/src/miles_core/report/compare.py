@@ -25,17 +25,17 @@ MOST_POINTS = 200
 """Of a line."""
 UNITS = ((600.0, 1.0, "seconds"), (36_000.0, 60.0, "minutes"), (math.inf, 3600.0, "hours"))
 """Up to how many seconds, what one is, and its name."""
+GAP = "logprob_gap/same_version_max"
+_GROUPS = {"issued": "issued", **{fate: fate for fate in TERMINAL_FATES}, "open": "in_flight"}
 Better = Literal["up", "down", ""]
 
-_INTERVALS = "With 95 % intervals."
 _CHARTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Reward", "Mean of the episodes trained in each step.", "reward/mean", {"size": "wide"}),
     ("Demonstrations", "Mean negative log-probability of the tokens to imitate.", "loss/nll", {}),
     ("Episode length", "Sampled tokens of an episode, mean.", "episode/tokens", {"floor": 0}),
     ("Staleness", "Versions between an episode's oldest token and the weights that it trains, mean.", "staleness/mean",
      {"floor": 0}),
-    ("Log-prob gap", "Maximum over tokens that the scoring weights sampled.", "logprob_gap/same_version_max",
-     {"log": True}),
+    ("Log-prob gap", "Maximum over tokens that the scoring weights sampled.", GAP, {"log": True}),
     ("Entropy", "Of the policy, in nats.", "entropy/mean", {"floor": 0}),
     ("Gradient", "Norm before clipping.", "optimizer/grad_norm", {"floor": 0}),
     ("Seconds a step", "Whole steps.", "time/step", {"floor": 0}),
@@ -104,9 +104,11 @@ class Line:
 def lines(runs: Sequence[RunData]) -> list[Line]:
     """The final numbers; those that no run knows are left out."""
 
-    def line(name: str, value: Callable[[RunData], float | Value], show: Callable[[float], str], better: Better = ""):
+    def line(
+        name: str, value: Callable[[RunData], float | Value | None], show: Callable[[float], str], better: Better = ""
+    ):
         known = [value(run) for run in runs]
-        values = [one if isinstance(one, Value) else Value(one) for one in known]
+        values = [one if isinstance(one, Value) else Value(math.nan if one is None else one) for one in known]
         return Line(name=name, values=values, show=show, better=better)
 
     found = [
@@ -114,19 +116,22 @@ def lines(runs: Sequence[RunData]) -> list[Line]:
         *(line(f"held-out score: {name}", _score(f"eval/{name}/score"), _fixed, "up") for name in datasets(runs)),
         line(f"reward, last {LAST} steps", _mean("reward/mean", last=LAST), _fixed, "up"),
         line(f"nats a token to imitate, last {LAST} steps", _mean("loss/nll", last=LAST), _fixed, "down"),
-        line("steps", lambda run: run.rows[-1]["step"] if run.rows else math.nan, _whole),
+        line("steps", lambda run: run.rows[-1]["step"] if run.rows else None, _whole),
         line("wall time", _wall, format_seconds),
         line("seconds a step", _mean("time/step"), format_number, "down"),
         line("tokens a second", _mean("engine/tokens_per_s"), format_number, "up"),
         line("engines busy", _mean("engine/utilisation"), percent, "up"),
         line("trainer busy", _mean("trainer/utilisation"), percent, "up"),
-        line("same-version log-prob gap, maximum", largest_gap, format_number, "down"),
-        line("effective training time", _effective, percent, "up"),
-        line("wasted tokens", _wasted, percent, "down"),
-        line("starts and rewinds", lambda run: len(run.ledger.history.starts) if run.ledger else math.nan, _whole),
-        line("groups issued", _fate("issued"), _whole),
-        *(line(f"groups {fate}", _fate(fate), _whole) for fate in TERMINAL_FATES),
-        line("groups open", _fate("in_flight"), _whole),
+        line(
+            "same-version log-prob gap, maximum",
+            lambda run: max(run.logged(GAP), default=math.nan),
+            format_number,
+            "down",
+        ),
+        line("effective training time", lambda run: run.time.ratio if run.time else None, percent, "up"),
+        line("wasted tokens", lambda run: run.ledger.fates.wasted_share if run.ledger else None, percent, "down"),
+        line("starts and rewinds", lambda run: len(run.ledger.history.starts) if run.ledger else None, _whole),
+        *(line(f"groups {name}", _fate(fate), _whole) for name, fate in _GROUPS.items()),
     ]
     return [line for line in found if any(math.isfinite(value.number) for value in line.values)]
 
@@ -184,8 +189,7 @@ def charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart],
 
 def _thinned(run: RunData) -> Rows:
     """With the seconds `elapsed` since the first start, or the first step of a run without a ledger."""
-    times = [time for time in column(run.rows, "time") if math.isfinite(time)]
-    begin = min(times, default=0.0)
+    begin = min(run.logged("time"), default=0.0)
     if run.ledger is not None and run.ledger.history.starts:
         begin = min(begin, run.ledger.history.begin)
     elif run.rows:
@@ -198,27 +202,26 @@ def _charts(runs: Sequence[Rows], labels: Sequence[str], scored: Sequence[str], 
     places = [row[x] for rows in runs for row in rows]
     x_range = (min(places), max(places)) if places else None
 
-    def chart(title: str, note: str, metric: str, options: Mapping[str, Any]) -> Chart:
+    def chart(title: str, note: str, metric: str, options: Mapping[str, Any], *, is_score: bool = False) -> Chart:
         series: list[Series] = []
         for i, (rows, label) in enumerate(zip(runs, labels, strict=True)):
             known = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
-            ends: dict[str, Any] = {}
-            if note is _INTERVALS:
-                ends = {end: column(known, f"{metric}_{end}") for end in ("low", "high")} | {"kind": "points"}
-            values = column(known, metric)
-            series.append(Series(name=label, x=column(known, x), values=values, colour=i + 1, **ends))
+            columns = {"x": column(known, x), "values": column(known, metric)}
+            if is_score:
+                columns |= {end: column(known, f"{metric}_{end}") for end in ("low", "high")}
+            series.append(Series(name=label, colour=i + 1, kind="points" if is_score else "line", **columns))
         return Chart(title=title, note=note, series=series, x_name=x_name, x_range=x_range, **options)
 
-    scores = [(f"Held-out score: {name}", _INTERVALS, f"eval/{name}/score", {}) for name in scored]
-    specs = [("Held-out score", _INTERVALS, "eval/score", {"size": "wide"}), *scores, *_CHARTS]
-    return drawable(chart(*spec) for spec in specs)
-
-
-# ---- where each number comes from
-
-
-def _known(run: RunData, name: str) -> list[float]:
-    return [row[name] for row in run.rows if math.isfinite(row.get(name, math.nan))]
+    scores = {"Held-out score": "eval/score"} | {f"Held-out score: {name}": f"eval/{name}/score" for name in scored}
+    return drawable(
+        [
+            *(
+                chart(title, "With 95 % intervals.", metric, {} if i else {"size": "wide"}, is_score=True)
+                for i, (title, metric) in enumerate(scores.items())
+            ),
+            *(chart(*spec) for spec in _CHARTS),
+        ]
+    )
 
 
 def _score(name: str) -> Callable[[RunData], Value]:
@@ -231,44 +234,30 @@ def _score(name: str) -> Callable[[RunData], Value]:
     return value
 
 
-def _mean(name: str, *, last: int = 0) -> Callable[[RunData], float]:
-    def value(run: RunData) -> float:
-        known = _known(run, name)[-last:]
-        return math.fsum(known) / len(known) if known else math.nan
+def _mean(name: str, *, last: int = 0) -> Callable[[RunData], float | None]:
+    def value(run: RunData) -> float | None:
+        values = run.logged(name)[-last:]
+        return math.fsum(values) / len(values) if values else None
 
     return value
 
 
-def largest_gap(run: RunData) -> float:
-    return max(_known(run, "logprob_gap/same_version_max"), default=math.nan)
-
-
-def _wall(run: RunData) -> float:
-    if run.time is not None and run.time.wall > 0:
-        return run.time.wall
-    times = _known(run, "time")
-    return times[-1] - times[0] + run.rows[0].get("time/step", 0.0) if times else math.nan
-
-
-def _effective(run: RunData) -> float:
-    ratio = run.time.ratio if run.time else None
-    return math.nan if ratio is None else ratio
-
-
-def _wasted(run: RunData) -> float:
-    fates = run.ledger.fates if run.ledger else None
-    return fates.wasted / fates.sampled if fates and fates.sampled else math.nan
-
-
-def _fate(name: str) -> Callable[[RunData], float]:
+def _fate(name: str) -> Callable[[RunData], float | None]:
     """Of the ledger, or the last one logged."""
 
-    def value(run: RunData) -> float:
+    def value(run: RunData) -> float | None:
         if run.ledger is not None:
-            return float(run.ledger.fates.counts()[name])
-        return next((row[f"fate/{name}"] for row in reversed(run.rows) if f"fate/{name}" in row), math.nan)
+            return run.ledger.fates.counts()[name]
+        return next(reversed(run.logged(f"fate/{name}")), None)
 
     return value
+
+
+def _wall(run: RunData) -> float | None:
+    if run.time is not None and run.time.wall > 0:
+        return run.time.wall
+    times = run.logged("time")
+    return times[-1] - times[0] + run.rows[0].get("time/step", 0.0) if times else None
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -71,6 +71,10 @@ class RunFates:
         return sum(tokens for _, tokens, _ in self.causes())
 
     @property
+    def wasted_share(self) -> float | None:
+        return self.wasted / self.sampled if self.sampled else None
+
+    @property
     def trained(self) -> int:
         """Tokens of groups that the surviving steps trained, those that were too old left out."""
         return sum(total.tokens - total.masked_tokens for total in self.of(Fate.TRAINED))

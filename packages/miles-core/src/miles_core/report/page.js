@@ -14,8 +14,9 @@
   /** An SVG that stretches to its box. Each shape is [class, path]. */
   function canvas(width, height, label, shapes) {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    const attributes = { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label };
+    const attributes = { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" };
     for (const [name, value] of Object.entries(attributes)) svg.setAttribute(name, value);
+    svg.setAttribute("aria-label", label);
     for (const [name, d] of shapes) {
       const path = document.createElementNS(svg.namespaceURI, "path");
       path.setAttribute("class", name);
@@ -46,8 +47,8 @@
   // ---- what the pointer shows
 
   function show(event, rows, title) {
-    const lines = rows.map(([name, value, colour]) => make("div", "", make("span", colour ? "c" + colour : "", name), make("b", "", value)));
-    tip.replaceChildren(make("strong", "", title), ...lines);
+    const lines = rows.map(([name, value, colour]) => [make("span", colour ? "c" + colour : "", name), make("b", "", value)]);
+    tip.replaceChildren(make("strong", "", title), ...lines.map((line) => make("div", "", ...line)));
     tip.classList.add("on");
     const box = tip.getBoundingClientRect();
     const right = event.clientX + 16 + box.width > innerWidth;
@@ -92,24 +93,26 @@
   const round = (value) => Math.round(10 * value) / 10;
 
   function drawChart(chart) {
-    const many = chart.series.length > 1 || chart.series.some((s) => s.low);
-    const names = chart.series.map((s) => make("li", "c" + (s.colour ?? 1), s.name));
-    const caption = make("figcaption", "", make("h3", "", chart.title), make("p", "", chart.note), many ? make("ul", "", ...names) : "");
+    for (const series of chart.series) series.colour ??= 1;
+    const caption = make("figcaption", "", make("h3", "", chart.title), make("p", "", chart.note));
+    if (chart.series.length > 1 || chart.series.some((series) => series.low)) {
+      caption.append(make("ul", "", ...chart.series.map((series) => make("li", "c" + series.colour, series.name))));
+    }
     const figure = make("figure", "chart " + (chart.size ?? "normal"), caption);
     if (!chart.y_axis) {
       figure.append(make("p", "nothing", "not measured"));
       return figure;
     }
-    const { x_axis: across, y_axis: up } = chart;
-    const scale = chart.log ? (value) => Math.log10(Math.max(value, up.start)) : (value) => value;
-    const x = (value) => round((1000 * (value - across.start)) / (across.end - across.start));
-    const y = (value) => round(1000 - (1000 * (scale(value) - scale(up.start))) / (scale(up.end) - scale(up.start)));
-    const isKnown = (value) => value !== null && !(chart.log && value <= 0);
-    const shapes = [["grid", up.ticks.map((tick) => `M0 ${y(tick)}H1000`).join("")]];
-    (chart.layout ? drawLayers : drawLines)(chart, x, y, isKnown, shapes);
+    const [left, right, steps] = chart.x_axis;
+    const [bottom, top, levels] = chart.y_axis;
+    const scale = chart.log ? (value) => Math.log10(Math.max(value, bottom)) : (value) => value;
+    const x = (value) => round((1000 * (value - left)) / (right - left));
+    const y = (value) => round(1000 - (1000 * (scale(value) - scale(bottom))) / (scale(top) - scale(bottom)));
+    const shapes = [["grid", levels.map((tick) => `M0 ${y(tick)}H1000`).join("")]];
+    (chart.layout ? drawLayers : drawLines)(chart, x, y, shapes);
     const plot = make("div", "plot");
-    for (const tick of up.ticks) plot.append(label("y", short(tick), "top", y(tick) / 10));
-    for (const tick of across.ticks) plot.append(label("x", short(tick), "left", x(tick) / 10));
+    for (const tick of levels) plot.append(label("y", short(tick), "top", y(tick) / 10));
+    for (const tick of steps) plot.append(label("x", short(tick), "left", x(tick) / 10));
     if (chart.limit) {
       const [value, name] = chart.limit;
       shapes.push(["limit", `M0 ${y(value)}H1000`]);
@@ -119,10 +122,11 @@
     const cursor = make("div", "cursor");
     plot.append(svg, cursor);
     const places = [...new Set(chart.series.flatMap((s) => s.x))].sort((a, b) => a - b);
-    follow(svg, cursor, places.map((place) => x(place) / 10), (i) => [
-      chart.series.map((s) => [s.name, short(valueAt(s, places[i])) + (chart.unit ?? ""), s.colour ?? 1]),
-      `${chart.x_name ?? "step"} ${Number(places[i].toPrecision(6))}`,
-    ]);
+    const read = (i) => [
+      chart.series.map((s) => [s.name, short(valueAt(s, places[i])) + (chart.unit ?? ""), s.colour]),
+      `${chart.x_name ?? "step"} ${places[i]}`,
+    ];
+    follow(svg, cursor, places.map((place) => x(place) / 10), read);
     figure.append(plot);
     return figure;
   }
@@ -138,28 +142,29 @@
     return a === null || b === null ? null : a + ((b - a) * (x - left)) / (right - left);
   }
 
-  /** Lines through all known values, which are often logged only every few steps; bands and bars of their intervals below. */
-  function drawLines(chart, x, y, isKnown, shapes) {
-    const points = (series, values) => values.map((value, i) => [value, x(series.x[i])]).filter(([value]) => isKnown(value)).map(([value, place]) => [place, y(value)]);
-    for (const series of chart.series.filter((s) => s.low)) {
+  /** Lines through all known values, which are often logged only every few steps; their intervals lie below. */
+  function drawLines(chart, x, y, shapes) {
+    const isKnown = (value) => value !== null && !(chart.log && value <= 0);
+    const points = (series, values) => values.flatMap((v, i) => (isKnown(v) ? [[x(series.x[i]), y(v)]] : []));
+    for (const series of chart.series.filter((one) => one.low)) {
       const [lower, upper] = [points(series, series.low), points(series, series.high)];
-      const colour = " c" + (series.colour ?? 1);
-      if (series.kind === "points") shapes.push(["error" + colour, lower.map(([place, low], i) => `M${place} ${low}V${upper[i][1]}`).join("")]);
-      else if (upper.length) shapes.push(["band" + colour, path([...upper, ...lower.reverse()]) + "Z"]);
+      const bars = lower.map(([place, low], i) => `M${place} ${low}V${upper[i][1]}`).join("");
+      if (series.kind === "points") shapes.push(["error c" + series.colour, bars]);
+      else if (upper.length) shapes.push(["band c" + series.colour, path([...upper, ...lower.reverse()]) + "Z"]);
     }
     for (const series of chart.series) {
       const known = points(series, series.values);
-      const colour = " c" + (series.colour ?? 1);
-      shapes.push(["line" + colour, path(known)]);
-      const dotted = series.kind === "points" || series.x.length === 1;
-      if (dotted) shapes.push(["dot" + colour, known.map(([place, value]) => `M${place} ${value}h0`).join("")]);
+      shapes.push(["line c" + series.colour, path(known)]);
+      const dots = known.map(([place, value]) => `M${place} ${value}h0`).join("");
+      if (series.kind === "points" || series.x.length === 1) shapes.push(["dot c" + series.colour, dots]);
     }
   }
 
   /** Layers that are added up, as areas or as bars; a gap is a layer of height 0. */
-  function drawLayers(chart, x, y, isKnown, shapes) {
+  function drawLayers(chart, x, y, shapes) {
     const places = chart.series[0].x;
-    const edges = [chart.x_axis.start, ...places.slice(1).map((place, i) => (places[i] + place) / 2), chart.x_axis.end].map(x);
+    const between = places.slice(1).map((place, i) => (places[i] + place) / 2);
+    const edges = [chart.x_axis[0], ...between, chart.x_axis[1]].map(x);
     const gap = round(Math.min(100 / places.length, 4));
     let level = places.map(() => 0);
     for (const series of chart.series) {
@@ -170,7 +175,7 @@
       const bar = (i) => `M${edges[i] + gap} ${y(bottom[i])}V${y(top[i])}H${edges[i + 1] - gap}V${y(bottom[i])}Z`;
       const bars = () => places.map((_, i) => (top[i] > bottom[i] ? bar(i) : "")).join("");
       const d = chart.layout === "bars" ? bars() : path([...line(top), ...line(bottom).reverse()]) + "Z";
-      shapes.push(["area c" + (series.colour ?? 1), d]);
+      shapes.push(["area c" + series.colour, d]);
     }
   }
 
@@ -180,7 +185,8 @@
     const bins = after.length;
     const rows = lanes.map((lane) => {
       const levels = lane.heat.map((heat) => Math.ceil(6 * heat - 1e-6) || (heat > 0 ? 1 : 0));
-      const shapes = [1, 2, 3, 4, 5, 6].map((level) => ["h" + level, levels.map((one, i) => (one === level ? `M${i} 0h1v1h-1Z` : "")).join("")]);
+      const cells = (level) => levels.map((one, i) => (one === level ? `M${i} 0h1v1h-1Z` : "")).join("");
+      const shapes = [1, 2, 3, 4, 5, 6].map((level) => ["h" + level, cells(level)]);
       return make("div", "lane", make("span", "", lane.name), canvas(bins, 1, lane.name, shapes));
     });
     const lines = marks.map((mark) => {
@@ -197,7 +203,8 @@
       const groups = (heat[i] * peak).toFixed(1);
       return groups === "0.0" ? "idle" : groups + " groups";
     };
-    follow(over, cursor, after.map((_, i) => (100 * (i + 0.5)) / bins), (i) => [lanes.map((lane) => [lane.name, text(lane, i)]), "after " + after[i]]);
+    const places = after.map((_, i) => (100 * (i + 0.5)) / bins);
+    follow(over, cursor, places, (i) => [lanes.map((lane) => [lane.name, text(lane, i)]), "after " + after[i]]);
   }
 
   // ---- conversations, token by token
@@ -214,8 +221,12 @@
           const [id, text, logprob, level] = item;
           const special = text.startsWith("<|") && /\|>(⏎\n)*$/.test(text) ? " special" : "";
           const token = make("i", "t" + (level === undefined ? "" : " l" + level) + special, text);
-          const known = [["log-prob", String(logprob)], ["probability", Math.exp(logprob).toPrecision(3)], ["weights", version]];
-          tokens.set(token, [["id", String(id)], ...(level === undefined ? [] : known)]);
+          const facts = [["id", String(id)]];
+          if (level !== undefined) {
+            const p = Math.exp(logprob).toPrecision(3);
+            facts.push(["log-prob", logprob.toFixed(4)], ["probability", p], ["weights", version]);
+          }
+          tokens.set(token, facts);
           line.append(token);
         }
       }
@@ -231,12 +242,14 @@
     strip.addEventListener("pointerleave", hide);
   }
 
-  for (const place of document.querySelectorAll("[data-charts]")) place.append(...data.charts[place.dataset.charts].map(drawChart));
+  for (const group of document.querySelectorAll("[data-charts]")) {
+    group.append(...data.charts[group.dataset.charts].map(drawChart));
+  }
   for (const figure of document.querySelectorAll(".timeline")) drawTimeline(figure, data.timeline);
   document.querySelectorAll(".strip").forEach((strip, i) => drawStrip(strip, data.strips[i]));
   document.getElementById("theme").addEventListener("click", () => {
     const root = document.documentElement;
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
+    const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+    root.dataset.theme = (root.dataset.theme ?? system) === "dark" ? "light" : "dark";
   });
 })();

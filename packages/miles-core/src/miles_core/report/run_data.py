@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,10 @@ class RunData:
     shown: Sequence[ShownEpisode]
     notes: Sequence[str]
     """What could not be read."""
+
+    def logged(self, metric: str) -> list[float]:
+        """Every finite value of a metric."""
+        return [row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))]
 
     def timeline(self) -> dict[str, Any] | None:
         history, spans = (self.ledger.history, self.ledger.group_spans) if self.ledger else (None, {})

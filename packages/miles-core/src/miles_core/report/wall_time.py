@@ -62,7 +62,7 @@ def split_time(history: RunHistory, rows: Sequence[Mapping[str, float]]) -> Time
     by_step = {round(row["step"]): row for row in rows}
     pieces = list(_pieces(history))
     windows = np.array([(begin, end) for begin, end, _, _ in pieces], dtype=np.float64).reshape(-1, 2)
-    seconds = dict.fromkeys(KINDS, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     evaluated, paused = covered(history.evaluations, windows), covered(history.pauses, windows)
     for (begin, end, kind, step), in_evaluation, in_pause in zip(pieces, evaluated, paused, strict=True):
         whole = end - begin

@@ -14,7 +14,7 @@ from miles_core.ledger import LEDGER
 from miles_core.monitor.jsonl import METRICS_FILE
 
 from . import compare
-from .charts import FATE_COLOURS, Chart, Series, by_lag, main_charts, other_charts, thin, warm_up_charts
+from .charts import FATE_COLOURS, Chart, Series, by_lag, main_charts, other_charts, thin
 from .conversations import token_strip
 from .page import render, save
 from .run_data import RunData, load_tokenizer, read_run
@@ -67,7 +67,7 @@ def run_page(run: RunData) -> str:
     """The report of one run."""
     timeline, tokenizer = run.timeline(), load_tokenizer(run)
     rows = thin(by_lag(run.rows))
-    charts = [*main_charts(rows), *warm_up_charts(thin(run.warm_up))] if rows else []
+    charts = main_charts(rows, warm_up=thin(run.warm_up)) if rows else []
     more = other_charts(rows, drawn=charts)
     scores = score_charts(run.ledger.evaluations if run.ledger else [])
     discarded = [shown for discard in (run.ledger.discards if run.ledger else ()) for shown in discard.examples]
@@ -84,7 +84,7 @@ def run_page(run: RunData) -> str:
         last=run.rows[-1] if run.rows else {},
         model=_model(run.config),
         scores=_scores(run),
-        gap=compare.largest_gap(run),
+        gap=max(run.logged(compare.GAP), default=None),
         colours=FATE_COLOURS,
         more_datasets=len(scores) - MOST_DATASETS,
         timeline=timeline,
@@ -140,7 +140,7 @@ def _model(config: Mapping[str, Any]) -> str:
 
 def _scores(run: RunData) -> tuple[float | None, float | None]:
     """Held-out score before and after: the summary's, or the first and the last one logged."""
-    logged = [score for row in run.rows if math.isfinite(score := row.get("eval/score", math.nan))]
+    logged = run.logged("eval/score")
     before, after = logged[0] if len(logged) > 1 else None, logged[-1] if logged else None
     if run.summary is not None:
         before = before if run.summary.eval_before is None else run.summary.eval_before
