@@ -12,7 +12,7 @@ from miles_core.config.keys import leaves
 from miles_core.config.schema import Config
 
 PACKAGES = Path(miles_core.__file__).parents[3]
-DESCRIBE = ("miles_core/config/", "miles_core/doctor/", "miles_core/plan.py")
+DESCRIBE = ("miles_core/config/", "miles_core/doctor/", "miles_core/run/dry_run.py")
 """Code that only checks or describes a setting does not make it do anything."""
 
 
