@@ -12,7 +12,6 @@ processes.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -23,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miles_tito.shared.files import sync
+from miles_tito.shared.files import sync, write_atomic
+from miles_tito.shared.locks import FileLock
 from miles_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -178,8 +178,7 @@ class Checkpoints:
             raise self._no_room(step, f"about {needed:,} bytes are needed and {free:,} are free")
 
     def _failed(self, step: int, error: OSError) -> CheckpointError:
-        partial = _partial(self._path(step))
-        size = sum(file.stat().st_size for file in _files(partial)) if partial.is_dir() else 0
+        size = _size(_partial(self._path(step)))
         self.abandon(step)
         if error.errno == errno.ENOSPC:
             free = shutil.disk_usage(self._folder).free
@@ -203,28 +202,21 @@ def reading(path: Path) -> Iterator[Path]:
         CheckpointError: it is not complete, or has been removed meanwhile.
     """
     try:
-        marker = os.open(path / MARKER, os.O_RDONLY)
+        marker = FileLock(path / MARKER, shared=True, create=False, wait=True)
     except OSError as error:
         raise CheckpointError(f"There is no complete checkpoint at {path} any more: {error}.") from error
-    try:
-        fcntl.flock(marker, fcntl.LOCK_SH)
+    with marker:
         if not (path / MARKER).exists():
             raise CheckpointError(f"The checkpoint {path} was removed before it could be read.")
         yield path
-    finally:
-        os.close(marker)
 
 
 def _remove_unless_read(path: Path) -> None:
     try:
-        marker = os.open(path / MARKER, os.O_RDWR)
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with FileLock(path / MARKER, create=False):
             going = path.rename(path.with_name(path.name + ".pruned"))
-        finally:
-            os.close(marker)
     except BlockingIOError:
-        return  # somebody reads it; its turn comes behind the next checkpoint
+        return  # somebody reads it; it is removed behind the next checkpoint
     except OSError as error:  # the new checkpoint is complete whatever becomes of the old
         logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
         return
@@ -271,11 +263,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    sync(path.parent)
+    write_atomic(path, json.dumps(value, indent=2) + "\n", durable=True)
 
 
 def _sync_tree(folder: Path) -> None:

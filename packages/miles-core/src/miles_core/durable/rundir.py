@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -15,14 +14,15 @@ import platform
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from miles_tito.errors import MilesError
+from miles_tito.shared.files import write_atomic
+from miles_tito.shared.locks import FileLock
 
 _PACKAGES = (
     *("miles-core", "miles-tito", "miles-rollout", "miles-envs", "miles-train", "miles-weightsync", "miles-quant"),
@@ -34,6 +34,7 @@ FACTS = "run.json"
 LOCK = "run.lock"
 
 Kind = Literal["rl", "sft"]
+T = TypeVar("T")
 
 
 class RunDirError(MilesError, OSError):
@@ -49,55 +50,22 @@ class Facts:
     """Where the user's modules were looked for when the run was started."""
 
 
-class RunLock:
-    """Keeps every other process from running in the same directory, as long as this object and its process live.
-
-    The kernel lets go of it when the process dies, `kill -9` included, so none is ever stale.
-
-    Raises:
-        RunDirError: another process holds it; the message says which one, where, since when.
-    """
-
-    def __init__(self, run: Path) -> None:
-        descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        self._close = weakref.finalize(self, os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _holder(os.pread(descriptor, 4096, 0))
-            self.release()
-            raise RunDirError(
-                f"{run} is in use: {holder} runs it. Stop that one first, or wait for its end."
-            ) from error
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
-
-    def release(self) -> None:
-        self._close()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
     """Paths of one run."""
 
     path: Path
-    lock: RunLock | None = None
+    lock: FileLock | None = None
     """Held by the process that runs it; none for one that only looks."""
 
     def facts(self) -> Facts:
-        """What `create` was told.
+        """What `create` was given.
 
         Raises:
             RunDirError: the file is missing or damaged.
         """
-        try:
-            return msgspec.json.decode((self.path / FACTS).read_bytes(), type=Facts)
-        except (OSError, ValueError) as error:
-            raise RunDirError(
-                f"{self.path / FACTS} cannot be read: {error}. Restore it from a copy of the run; it says "
-                '{"kind": "rl" or "sft", "import_paths": [folders of your modules]}.'
-            ) from error
+        restored = 'it says {"kind": "rl" or "sft", "import_paths": [folders of your modules]}'
+        return self._decoded(FACTS, Facts, restored)
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as plain data that nobody has checked.
@@ -105,12 +73,14 @@ class RunDir:
         Raises:
             RunDirError: the file is missing, damaged, or no table.
         """
+        return self._decoded(CONFIG, dict[str, Any], "its checkpoints and its ledger do not depend on it")
+
+    def _decoded(self, name: str, wanted: type[T], restored: str) -> T:
         try:
-            return msgspec.json.decode((self.path / CONFIG).read_bytes(), type=dict[str, Any])
+            return msgspec.json.decode((self.path / name).read_bytes(), type=wanted)
         except (OSError, ValueError) as error:
             raise RunDirError(
-                f"{self.path / CONFIG} cannot be read: {error}. Restore it from a copy of the run; its checkpoints and "
-                "its ledger do not depend on it."
+                f"{self.path / name} cannot be read: {error}. Restore it from a copy of the run; {restored}."
             ) from error
 
     @property
@@ -162,7 +132,7 @@ def create(
             number += 1
         except OSError as error:
             raise RunDirError(f"Cannot create the run directory {path}: {error}. Set `run.dir`.") from error
-    run_dir = RunDir(path=path, lock=RunLock(path))
+    run_dir = RunDir(path=path, lock=_lock(path))
     for folder in (run_dir.trajectories, run_dir.checkpoints, run_dir.log):
         folder.mkdir()
     _write_json(path / FACTS, {"kind": kind, "import_paths": list(import_paths)})
@@ -180,7 +150,7 @@ def open_run(path: Path) -> RunDir:
     path = path.expanduser().resolve()
     if not (path / CONFIG).is_file():
         raise RunDirError(f"{path} is no run: it has no {CONFIG}. Name the directory that `miles rl` made.")
-    return RunDir(path=path, lock=RunLock(path))
+    return RunDir(path=path, lock=_lock(path))
 
 
 def write_config(run_dir: RunDir, config: dict[str, Any]) -> None:
@@ -206,15 +176,27 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _holder(content: bytes) -> str:
+def _lock(run: Path) -> FileLock:
+    """Keeps every other process from running in the same directory."""
+    path = run / LOCK
     try:
-        known = json.loads(content)
+        lock = FileLock(path)
+    except BlockingIOError as error:
+        raise RunDirError(
+            f"{run} is in use: {_holder(path)} runs it. Stop that one first, or wait for its end."
+        ) from error
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    path.write_text(json.dumps(holder), encoding="utf-8")
+    return lock
+
+
+def _holder(path: Path) -> str:
+    try:
+        known = json.loads(path.read_bytes())
         return f"process {known['pid']} on {known['host']}, since {known['since']},"
     except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
