@@ -178,8 +178,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             if not group.fate.is_final
         ]
         for group in self.ledger.open_groups():
-            if group.oldest_version is not None:
-                assert self.model.version - group.oldest_version == self.model.age(group.id)
+            sampled = self.model.groups[group.id].sampled
+            if group.address is not None and sampled is not None:
+                oldest, newest = group.versions(len(sampled) - 1, len(sampled) - 1) or (None, None)
+                assert oldest == newest == self.model.version - self.model.age(group.id)
         assert self.ledger.drawn() == self.ledger.next_group() == len(self.model.groups)
         assert [r.retry_of for r in self.ledger.pending_retries()] == [
             n for n, g in self.model.groups.items() if g.is_due

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_core.monitor.utilisation import Span, busy_fraction, busy_seconds, utilisation
+from miles_core.monitor.usage import Span, busy_fraction, busy_seconds, utilisation
 
 
 def span(start: float, end: float, lane: str = "a") -> Span:

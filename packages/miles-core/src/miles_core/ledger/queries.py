@@ -43,24 +43,17 @@ class OpenGroup:
     """A group without a final fate, as a resumed run needs it."""
 
     id: str
-    number: int
-    """Position in the order of issue, from 0."""
     prompt_id: str
     attempt: int
     """Number of the first attempt of its present issue, above all that were made before."""
-    retry_of: str | None
-    """The discarded group whose prompt this one runs again."""
     address: SpoolAddress | None
     """Where its record lies; None while it runs."""
     is_admitted: bool
     """The buffer holds it: filter and policies at `put` are behind it."""
-    rewinds: tuple[int, ...]
-    """Steps that the run went back to since it was issued: `effective_version` needs them for its tokens."""
     issued_version: int
     """Version of the engines at its issue, as the surviving branch counts."""
-    oldest_version: int | None
-    """Of its trained tokens, as the surviving branch counts; None while it runs, and where the engine named none."""
-    newest_version: int | None
+    rewinds: tuple[int, ...]
+    """Steps that the run went back to since it was issued."""
 
     def versions(self, oldest: int | None, newest: int | None) -> tuple[int, int] | None:
         """What recorded versions of some of its tokens are on the surviving branch; None where none were recorded."""
@@ -108,31 +101,23 @@ def segments(db: sqlite3.Connection) -> dict[str, int | None]:
 
 def open_groups(db: sqlite3.Connection) -> list[OpenGroup]:
     """In the order of issue."""
-    steps = rewinds(db)
-    rows = db.execute(
-        "SELECT group_id, number, prompt_id, attempt, retry_of, file, offset, fate, issued_start, issued_version, "
-        f"oldest_version, newest_version FROM groups LEFT JOIN segments USING (segment) WHERE {OPEN} ORDER BY number"
-    )
-    return [_open_group(row, steps) for row in rows]
-
-
-def _open_group(row: tuple, steps: list[tuple[int, int]]) -> OpenGroup:
-    name, number, prompt_id, attempt, retry_of, file, offset, fate, issued_start, issued_version, oldest, newest = row
-    later = tuple(step for start, step in steps if start > issued_start)
-    oldest, newest = (None, None) if oldest is None else effective_versions(oldest, newest, later)
-    return OpenGroup(
-        id=name,
-        number=number,
-        prompt_id=prompt_id,
-        attempt=attempt,
-        retry_of=retry_of,
-        address=None if file is None else SpoolAddress(file=file, offset=offset),
-        is_admitted=fate == Fate.BUFFERED,
-        rewinds=later,
-        issued_version=effective_version(issued_version, later),
-        oldest_version=oldest,
-        newest_version=newest,
-    )
+    steps, found = rewinds(db), list[OpenGroup]()
+    for name, prompt_id, attempt, file, offset, fate, issued_start, issued_version in db.execute(
+        "SELECT group_id, prompt_id, attempt, file, offset, fate, issued_start, issued_version FROM groups "
+        f"LEFT JOIN segments USING (segment) WHERE {OPEN} ORDER BY number"
+    ):
+        later = tuple(step for start, step in steps if start > issued_start)
+        group = OpenGroup(
+            id=name,
+            prompt_id=prompt_id,
+            attempt=attempt,
+            address=None if file is None else SpoolAddress(file=file, offset=offset),
+            is_admitted=fate == Fate.BUFFERED,
+            issued_version=effective_version(issued_version, later),
+            rewinds=later,
+        )
+        found.append(group)
+    return found
 
 
 def rewinds(db: sqlite3.Connection) -> list[tuple[int, int]]:

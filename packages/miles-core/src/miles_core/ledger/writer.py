@@ -58,8 +58,6 @@ class Ledger(Transactions):
         """
         return cls(connect(path, create=create), path=path, clock=clock)
 
-    # ---- starts and rewinds
-
     @property
     def is_new(self) -> bool:
         """Whether no run has begun in it."""
@@ -165,8 +163,6 @@ class Ledger(Transactions):
                 (self._start, step, attempts, number),
             )
             self._change(db, number, "reissued", "", step)
-
-    # ---- groups
 
     def __call__(self, event: FateEvent) -> None:
         """One change of fate, from the buffer."""
@@ -332,8 +328,6 @@ class Ledger(Transactions):
         """Raise LedgerError with every invariant that is broken."""
         if problems := self.verify():
             raise LedgerError(f"{self._path} contradicts itself:\n" + "\n".join(f"- {line}" for line in problems))
-
-    # ---- rows
 
     def _issue(self, db: sqlite3.Connection, event: FateEvent) -> None:
         number = queries.last_group(db)[0] + 1

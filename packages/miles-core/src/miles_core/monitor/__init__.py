@@ -5,7 +5,7 @@ from .build import build_monitor
 from .config import MonitorConfig, TrackioConfig, WandbConfig
 from .jsonl import JsonlMonitor, read_metrics, read_summary
 from .summary import RunSummary
-from .utilisation import Span, busy_fraction, utilisation
+from .usage import Span, busy_fraction, utilisation
 
 __all__ = [
     "JsonlMonitor",

@@ -26,7 +26,6 @@ LARGE_GAP = 0.2
 """Nats a token. FP8 engines beside a BF16 trainer stay below 0.05."""
 
 Steps = Sequence[Mapping[str, float]]
-Rule = Callable[[Steps], str | None]
 OnAlarm = Callable[[str, str], None]
 """Called with the alarm's name and its sentence."""
 
@@ -100,27 +99,15 @@ def all_alike(steps: Steps) -> str | None:
     return None
 
 
-RULES: Mapping[str, Rule] = {
-    "queue_empty": queue_empty,
-    "queue_full": queue_full,
-    "logprob_gap_rising": logprob_gap_rising,
-    "logprob_gap_large": logprob_gap_large,
-    "all_alike": all_alike,
-}
+RULES = (queue_empty, queue_full, logprob_gap_rising, logprob_gap_large, all_alike)
+"""Each alarm is called as its rule is."""
 
 
 class Alarms(Monitor):
-    """A monitor that writes no numbers but says when they are alarming."""
+    """A monitor that writes no numbers but says, in the log and to `on_alarm`, when they are alarming."""
 
-    def __init__(
-        self,
-        *,
-        on_alarm: OnAlarm | None = None,
-        rules: Mapping[str, Rule] = RULES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, on_alarm: OnAlarm, clock: Callable[[], float] = time.monotonic) -> None:
         self._on_alarm = on_alarm
-        self._rules = rules
         self._clock = clock
         self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._sounding: set[str] = set()
@@ -136,8 +123,8 @@ class Alarms(Monitor):
         self._steps.append(dict(metrics))
         if len(self._steps) < WINDOW:
             return
-        for name, rule in self._rules.items():
-            self._judge(name, rule(self._steps))
+        for rule in RULES:
+            self._judge(rule.__name__, rule(self._steps))
 
     def rewind(self, step: int) -> None:
         self._steps.clear()
@@ -166,8 +153,7 @@ class Alarms(Monitor):
         elif name not in self._sounding:
             self._sounding.add(name)
             logger.warning("%s: %s", name, text)
-            if self._on_alarm is not None:
-                self._on_alarm(name, text)
+            self._on_alarm(name, text)
 
 
 def _share(step: Mapping[str, float], name: str) -> float:

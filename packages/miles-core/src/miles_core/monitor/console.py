@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from .base import Monitor, MonitoredRun
-from .remarks import Remarks
+from .disturbances import Disturbances
 from .summary import RunSummary, format_seconds
 
 HEADER_EVERY = 20
@@ -45,14 +45,15 @@ class ConsoleMonitor(Monitor):
         self._total = run.total_steps
         self._eta = Eta(run.total_steps, clock=clock)
         self._rows = 0
-        self._remarks = Remarks()
+        self._disturbances = Disturbances()
         self._progress: Progress | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         left = self._eta.update(step)
-        remarks = self._remarks.about(metrics)
+        disturbances = self._disturbances.of(metrics)
         if self._plain:
-            self._console.print(" | ".join([plain_row(step, self._total, metrics, left), *remarks]), soft_wrap=True)
+            row = [plain_row(step, self._total, metrics, left), *disturbances]
+            self._console.print(" | ".join(row), soft_wrap=True)
             return
         if self._progress is None:
             self._progress = self._start_progress()
@@ -60,14 +61,14 @@ class ConsoleMonitor(Monitor):
             self._console.print(_header())
         self._rows += 1
         self._console.print(_row(step, metrics))
-        for remark in remarks:
-            self._console.print(Text(f"{'':>5}  {remark}", style="yellow"), soft_wrap=True)
+        for words in disturbances:
+            self._console.print(Text(f"{'':>5}  {words}", style="yellow"), soft_wrap=True)
         self._progress.update(TaskID(0), completed=step, left=f"{format_seconds(left)} left")
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
         lag = metrics.get("eval/lag_steps", 0)
         later = [f"{lag:.0f} steps later"] if lag else []
-        row = [plain_row(step, self._total, metrics, math.nan), *later, *self._remarks.about(metrics)]
+        row = [plain_row(step, self._total, metrics, math.nan), *later, *self._disturbances.of(metrics)]
         self._console.print(" | ".join(row), soft_wrap=True)
 
     def rewind(self, step: int) -> None:

@@ -1,16 +1,17 @@
-"""How much of the loop's wall time the engines and the trainer worked, and how fast samples came."""
+"""How much of the wall time engines and trainer worked, and how fast samples came."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from . import Monitor
+from .base import Monitor
 from .metering import Counters
 
 
-class Usage:
-    """Differences of the session servers' counters, over a step and over the whole loop.
+class RunUsage:
+    """Differences of the session servers' counters over a step and over the whole loop; the loop calls it each step.
 
     With several session servers the engines count as busy as the busiest of them says: a lower bound.
     """
@@ -58,6 +59,48 @@ class Usage:
             "engine_utilisation": min((self._busy - self._first_busy) / seconds, 1.0),
             "trainer_utilisation": min(self._train_seconds / seconds, 1.0),
         }
+
+
+class Span(NamedTuple):
+    """Something took from `start` to `end` (seconds since the epoch) in `lane`, as a monitor's `event` gets it."""
+
+    name: str
+    start: float
+    end: float
+    lane: str
+
+
+def utilisation(
+    spans: Iterable[Span], lanes: Mapping[str, Sequence[str]], *, start: float, end: float
+) -> dict[str, float]:
+    """Share of the window, 0 to 1, in which each group of `lanes` was busy, averaged over its lanes.
+
+    Args:
+        lanes: group -> its lanes, e.g. `{"engine": ["engine", "engine 1"], "trainer": ["trainer"]}`. A lane without
+            spans was idle and counts as 0.
+        start, end: the window, seconds since the epoch.
+    """
+    by_lane: dict[str, list[Span]] = {}
+    for span in spans:
+        by_lane.setdefault(span.lane, []).append(span)
+    return {
+        group: sum(busy_fraction(by_lane.get(lane, ()), start=start, end=end) for lane in names) / max(len(names), 1)
+        for group, names in lanes.items()
+    }
+
+
+def busy_fraction(spans: Iterable[Span], *, start: float, end: float) -> float:
+    """Share of the window in which at least one span was open; 0 for an empty window."""
+    return busy_seconds(spans, start=start, end=end) / (end - start) if end > start else 0.0
+
+
+def busy_seconds(spans: Iterable[Span], *, start: float, end: float) -> float:
+    """Length of the union of `spans` within the window: overlapping spans count once."""
+    busy, reached = 0.0, start
+    for left, right in sorted((max(s.start, start), min(s.end, end)) for s in spans):
+        busy += max(right - max(left, reached), 0.0)
+        reached = max(reached, right)
+    return busy
 
 
 def _busy_s(counters: Sequence[Counters]) -> float:

@@ -37,7 +37,7 @@ from miles_core.ledger import Ledger, Limits
 from miles_core.monitor import Monitor, MultiMonitor
 from miles_core.monitor.alarms import Alarms
 from miles_core.monitor.metrics import Arrivals
-from miles_core.monitor.usage import Usage
+from miles_core.monitor.usage import RunUsage
 from miles_core.parts import Parts, TrainerLost
 
 from . import loop
@@ -73,7 +73,7 @@ class RLRun:
             run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
         )
         self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self._ledger)
-        self._usage: Usage | None = None
+        self._usage: RunUsage | None = None
         self._evaluator: Evaluator = Evaluator()
         self._eval_log = EvalLog(ledger=self._ledger, monitor=self._monitor, present_step=lambda: self.version)
         self._arrivals = Arrivals()
@@ -213,7 +213,7 @@ class RLRun:
         if (is_start or config.eval.is_due(self.version)) and (metrics := await self._evaluate()):
             self._monitor.log_late(self.version, metrics)
         if self._usage is None:
-            self._usage = Usage(await run.sessions.counters(), monitor=self._monitor)
+            self._usage = RunUsage(await run.sessions.counters(), monitor=self._monitor)
         if commit is None:
             await self._commit(run, 0)  # a run that dies in its first steps goes on from here
         try:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import numpy as np
 import pytest
 from miles_core.monitor.metering import BusyMeter, Counters, MeteredEngine
-from miles_core.monitor.usage import Usage
+from miles_core.monitor.usage import RunUsage
 from miles_tito.engine.generation import GenerateRequest, Generation
 from miles_tito.records import Sampling
 from miles_tito.testing import Reply, ScriptedEngine
@@ -129,7 +129,7 @@ def counters(busy_s: float, tokens: int, *spans: tuple[float, float]) -> Counter
 
 def test_a_step_is_measured_from_the_last_one_and_the_loop_from_its_start() -> None:
     clock, trace = FakeClock(), Trace()
-    usage = Usage([counters(7.0, 100), counters(5.0, 10)], monitor=trace, clock=clock)  # before the loop: evaluation
+    usage = RunUsage([counters(7.0, 100), counters(5.0, 10)], monitor=trace, clock=clock)  # before the loop: evaluation
     calm = {"engine/resent": 0.0, "engine/swallowed": 0.0}
     clock.now += 10
     one = usage.step([counters(12.0, 300, (1.0, 6.0)), counters(9.0, 30, (2.0, 3.0))], train_seconds=4.0, episodes=32)
@@ -144,7 +144,7 @@ def test_a_step_is_measured_from_the_last_one_and_the_loop_from_its_start() -> N
 
 
 def test_a_loop_without_a_step_has_no_speed() -> None:
-    usage = Usage([counters(7.0, 100)], monitor=Trace(), clock=FakeClock())
+    usage = RunUsage([counters(7.0, 100)], monitor=Trace(), clock=FakeClock())
     assert usage.totals() == {"samples_per_s": 0.0, "engine_utilisation": 0.0, "trainer_utilisation": 0.0}
 
 
@@ -155,6 +155,6 @@ def test_a_server_that_took_the_place_of_another_counts_on() -> None:
 
 
 def test_requests_sent_again_and_swallowed_ones_are_told() -> None:
-    usage = Usage([Counters()], monitor=Trace(), clock=FakeClock())
+    usage = RunUsage([Counters()], monitor=Trace(), clock=FakeClock())
     metrics = usage.step([Counters(resent=2), Counters(resent=1, swallowed=1)], train_seconds=0.0, episodes=0)
     assert (metrics["engine/resent"], metrics["engine/swallowed"]) == (3.0, 1.0)

@@ -6,32 +6,32 @@ from pathlib import Path
 import pytest
 from miles_core.monitor import MonitoredRun
 from miles_core.monitor.console import ConsoleMonitor
-from miles_core.monitor.remarks import Remarks
+from miles_core.monitor.disturbances import Disturbances
 
 
-def test_a_quiet_step_has_no_remark():
-    assert Remarks().about({"reward/mean": 0.5, "engine/restarts": 0.0, "time/checkpoint_wait": 0.01}) == []
+def test_a_quiet_step_has_no_words():
+    assert Disturbances().of({"reward/mean": 0.5, "engine/restarts": 0.0, "time/checkpoint_wait": 0.01}) == []
 
 
 def test_counts_that_grow_are_told_once_by_how_much():
-    remarks = Remarks()
-    assert remarks.about({"engine/restarts": 2.0}) == ["2 engines restarted"]
-    assert remarks.about({"engine/restarts": 2.0}) == []
-    assert remarks.about({}) == []
-    assert remarks.about({"engine/restarts": 3.0, "engine/paused_seconds": 31.0}) == [
+    disturbances = Disturbances()
+    assert disturbances.of({"engine/restarts": 2.0}) == ["2 engines restarted"]
+    assert disturbances.of({"engine/restarts": 2.0}) == []
+    assert disturbances.of({}) == []
+    assert disturbances.of({"engine/restarts": 3.0, "engine/paused_seconds": 31.0}) == [
         "paused 31 s: no engine served",
         "1 engine restarted",
     ]
 
 
 def test_a_count_that_begins_again_is_taken_from_zero():
-    remarks = Remarks()
-    remarks.about({"engine/swallowed": 5.0})
-    assert remarks.about({"engine/swallowed": 1.0}) == ["1 request lost by engines"]
+    disturbances = Disturbances()
+    disturbances.of({"engine/swallowed": 5.0})
+    assert disturbances.of({"engine/swallowed": 1.0}) == ["1 request lost by engines"]
 
 
 @pytest.mark.parametrize(
-    ("metrics", "remark"),
+    ("metrics", "words"),
     [
         ({"engine/given_up": 1.0}, "1 engine given up"),
         ({"sync/failed_engines": 1.0}, "1 engine missed the weight update"),
@@ -40,8 +40,8 @@ def test_a_count_that_begins_again_is_taken_from_zero():
         ({"time/checkpoint_wait": 12.0}, "waited 12 s for the last checkpoint"),
     ],
 )
-def test_each_disturbance_has_its_words(metrics, remark):
-    assert Remarks().about(metrics) == [remark]
+def test_each_disturbance_has_its_words(metrics, words):
+    assert Disturbances().of(metrics) == [words]
 
 
 @pytest.mark.parametrize("mode", ["plain", "rich"])
