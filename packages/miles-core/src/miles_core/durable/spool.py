@@ -37,6 +37,10 @@ SEGMENT_BYTES = 1 << 30
 """A file that has grown to this is followed by a new one."""
 
 
+CLOCK_SLACK_S = 3600.0
+"""Clocks of a worker's file system and of the driver may differ by this."""
+
+
 class SpoolError(MilesError, OSError):
     """A spooled group cannot be written or read back."""
 
@@ -165,7 +169,7 @@ def find_groups(directory: Path, wanted: Collection[str], *, since: float) -> It
     A damaged record is passed over with a warning, and what lies behind a damaged header.
     """
     for path in sorted(directory.glob("*.spool")) if wanted else ():
-        if path.stat().st_mtime < since:
+        if path.stat().st_mtime < since - CLOCK_SLACK_S:
             continue
         try:
             for group_id, address in read_ids(path):

@@ -29,8 +29,6 @@ from .transactions import Transactions
 from .verify import verify
 
 LEDGER = "ledger.db"
-CLOCK_SLACK_S = 3600.0
-"""Clocks of a worker's file system and of the driver may differ by this."""
 
 
 class Ledger(Transactions):
@@ -66,7 +64,7 @@ class Ledger(Transactions):
     def recover_spooled(self, trajectories: Path) -> int:
         """Take from the spool what the run stopped before recording; returns how many groups. Comes before `start`."""
         unfinished = self._read(queries.unfinished)
-        since = min((at for _, _, at in unfinished.values()), default=0.0) - CLOCK_SLACK_S
+        since = min((at for _, _, at in unfinished.values()), default=0.0)
         return sum(self.recover(ref) for ref in find_groups(trajectories, unfinished, since=since))
 
     def recover(self, ref: GroupRef) -> bool:
@@ -103,15 +101,14 @@ class Ledger(Transactions):
         A start like any other, under the limits of the last: what runs is issued again under its id. Right after
         `start(to_step)` it does nothing but answer.
         """
-        last = self._read(queries.last_start)
-        limits = last[3] if last else Limits()
-        return self._go_on(to_step, limits=limits, info={}, in_place=self._changes_at_start is not None)
+        return self._go_on(to_step, limits=None, info={}, in_place=self._changes_at_start is not None)
 
-    def _go_on(self, from_step: int | None, *, limits: Limits, info: Mapping[str, object], in_place: bool) -> int:
+    def _go_on(self, from_step: int | None, *, limits: Limits | None, info: Mapping[str, Any], in_place: bool) -> int:
         """The one way back to a step, of a new process and of this one; returns how many groups were returned."""
         self.flush()
         newest, step, now = self._read(queries.last_version), from_step or 0, self._clock()
         last, last_step, returned, last_limits = self._read(queries.last_start) or (-1, None, 0, Limits())
+        limits = limits or last_limits
         if self._changes_at_start == self._db.total_changes and (last_step or 0) == step:
             return returned
         if from_step is None and last >= 0:
@@ -217,11 +214,7 @@ class Ledger(Transactions):
         return aborted
 
     def step(self, version: int, groups: Sequence[GroupRef | str], *, facts: Mapping[str, float] | None = None) -> None:
-        """The engines hold weights `version`, trained on `groups`; before or after these become TRAINED.
-
-        Raises:
-            LedgerError: one of them is in another step of this lineage.
-        """
+        """The engines hold weights `version`, trained on `groups`; before or after these become TRAINED."""
         with self._recording() as db:
             names = [group if isinstance(group, str) else group.id for group in groups]
             numbers = [self._number(db, name, "be in a step", may_have_ended=True) for name in names]
@@ -281,7 +274,6 @@ class Ledger(Transactions):
         Args:
             version: of the weights that were evaluated.
             logged_version: that the trainer has by now.
-            score: None for a skipped point.
         """
         row = (dataset, version, logged_version, score, reason, seconds, json.dumps(metrics or {}, default=str))
         with self._recording() as db:
