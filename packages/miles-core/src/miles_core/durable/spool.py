@@ -35,8 +35,6 @@ _HEADER = struct.Struct("<4sHQI")
 _MAGIC = b"MSPL"
 SEGMENT_BYTES = 1 << 30
 """A file that has grown to this is followed by a new one."""
-
-
 CLOCK_SLACK_S = 3600.0
 """Clocks of a worker's file system and of the driver may differ by this."""
 
