@@ -38,8 +38,8 @@ from typing import Any
 
 import numpy as np
 from miles_core.durable.checkpoints import Checkpoints
+from miles_core.durable.ledger import Ledger
 from miles_core.durable.spool import SpoolWriter
-from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.run import loop
 from miles_core.run.batching import AdvantagesByEpisode, RankWork

@@ -23,8 +23,8 @@ from miles_core.chaos.faults import KINDS, MOST_STARTS, Fault, draw_faults
 from miles_core.chaos.record import Record
 from miles_core.chaos.seed import Verdict, play, shrink
 from miles_core.chaos.settings import draw_config
+from miles_core.durable.ledger import Ledger, OpenGroup, queries
 from miles_core.durable.spool import SpoolWriter
-from miles_core.ledger import Ledger, OpenGroup, queries
 from miles_core.monitor import JsonlMonitor
 from miles_core.run import rl, takeup
 from miles_rollout.buffer import GroupBuffer

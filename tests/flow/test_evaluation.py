@@ -17,8 +17,8 @@ from miles_core.chaos.settings import draw_config
 from miles_core.chaos.start import open_run_dir
 from miles_core.chaos.world import World
 from miles_core.config import Config, DatasetConfig, EvalConfig
+from miles_core.durable.ledger import LEDGER, query
 from miles_core.evaluation.dedicated import EvalServing
-from miles_core.ledger import LEDGER, query
 from miles_core.monitor import build_monitor, read_metrics
 from miles_core.run.rl import RLRun
 from miles_rollout.dispatch import GroupRequest, RunGroup

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from miles_core.durable.ledger import LEDGER, query
 from miles_core.durable.spool import read_groups
-from miles_core.ledger import LEDGER, query
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(300)]
 

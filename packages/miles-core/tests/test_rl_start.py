@@ -10,7 +10,7 @@ import pytest
 from miles_core.config import Config, to_dict
 from miles_core.durable import rundir
 from miles_core.durable.checkpoints import Checkpoints
-from miles_core.ledger import Ledger
+from miles_core.durable.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.run.resume import ResumeError
 from miles_core.run.rl import RLRun

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from core_records import make_group
+from miles_core.durable.ledger import Ledger
 from miles_core.durable.spool import SpoolWriter, fetch_groups
-from miles_core.ledger import Ledger
 from miles_core.run.takeup import TakeUpError, take_up
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Prompt

@@ -145,7 +145,7 @@ def _report(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _why(options: argparse.Namespace, words: list[str]) -> int:
-    from . import ledger
+    from .durable import ledger
 
     print(ledger.why(_ledger_of(options.run), options.id))
     return DONE
@@ -154,7 +154,7 @@ def _why(options: argparse.Namespace, words: list[str]) -> int:
 def _ledger(options: argparse.Namespace, words: list[str]) -> int:
     import json
 
-    from . import ledger
+    from .durable import ledger
 
     path = _ledger_of(options.run)
     if options.sql is not None:
@@ -182,7 +182,7 @@ def _chaos(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _ledger_of(run: str) -> Path:
-    from .ledger import LEDGER
+    from .durable.ledger import LEDGER
 
     return Path(run) / LEDGER
 

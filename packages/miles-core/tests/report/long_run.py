@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from miles_core.durable.ledger import Ledger, Limits
 from miles_core.durable.spool import SpoolWriter
-from miles_core.ledger import Ledger, Limits
 from miles_core.monitor import JsonlMonitor
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan

@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 import pytest
 from core_records import make_group
 from miles_core import report
+from miles_core.durable.ledger import Ledger
 from miles_core.durable.spool import SpoolWriter
-from miles_core.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
 from miles_core.report.charts import by_lag, main_charts, other_charts, thin
 from miles_core.report.conversations import pick_episodes

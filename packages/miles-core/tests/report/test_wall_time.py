@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from long_run import SAMPLED, LongRun, play
-from miles_core.ledger import reading
+from miles_core.durable.ledger import reading
 from miles_core.report.fates import read_fates
 from miles_core.report.history import RunHistory, Start, Step, read_history
 from miles_core.report.run_data import read_run

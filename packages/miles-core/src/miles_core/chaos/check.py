@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from miles_rollout.fates import Fate
 from miles_rollout.prompts import PromptStream
 
-from miles_core.ledger.verify import verify
+from miles_core.durable.ledger.verify import verify
 
 from .evidence import Evidence, Problem
 

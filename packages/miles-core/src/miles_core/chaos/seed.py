@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_tito.errors import MilesError
 
 from miles_core.config import Config
-from miles_core.ledger import why
+from miles_core.durable.ledger import why
 from miles_core.run.rl import MAX_TRAINER_RESTARTS
 
 from .check import check

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config import CheckpointConfig
-from miles_core.ledger import Ledger
+from miles_core.durable.ledger import Ledger
 from miles_core.parts import Trainers
 
 from .checkpoints import Checkpoints, reading

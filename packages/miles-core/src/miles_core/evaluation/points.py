@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from miles_rollout.guards import first_line
 
+from miles_core.durable.ledger import Ledger
 from miles_core.errors import cause
-from miles_core.ledger import Ledger
 from miles_core.monitor import Monitor
 
 logger = logging.getLogger(__name__)

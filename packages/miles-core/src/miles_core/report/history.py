@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miles_core.ledger import queries
+from miles_core.durable.ledger import queries
 
 from .page import plural
 

@@ -14,8 +14,8 @@ from miles_tito.errors import MilesError
 from miles_tito.records import Group
 from tokenizers import Tokenizer
 
+from miles_core.durable.ledger import LEDGER, reading, trained_over_the_run
 from miles_core.durable.spool import read_group, read_groups
-from miles_core.ledger import LEDGER, reading, trained_over_the_run
 from miles_core.monitor.jsonl import DISCARDED_FILE, read_metrics, read_summary
 from miles_core.monitor.summary import RunSummary
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from miles_tito.errors import MilesError
 
+from miles_core.durable.ledger import LEDGER
 from miles_core.durable.rundir import CONFIG
-from miles_core.ledger import LEDGER
 from miles_core.monitor.jsonl import METRICS_FILE
 
 from . import compare

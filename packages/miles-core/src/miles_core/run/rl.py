@@ -27,13 +27,13 @@ from miles_core.config import Config
 from miles_core.durable.checkpoints import Checkpoint, Checkpoints
 from miles_core.durable.commits import Commits
 from miles_core.durable.fingerprint import compare, fingerprint_model, fingerprint_prompts
+from miles_core.durable.ledger import Ledger, Limits
 from miles_core.durable.rundir import RunDir, environment
 from miles_core.errors import cause
 from miles_core.evaluation.build import build_evaluator
 from miles_core.evaluation.evaluator import Evaluator
 from miles_core.evaluation.points import EvalLog
 from miles_core.evaluation.shared import InFlight
-from miles_core.ledger import Ledger, Limits
 from miles_core.monitor import Monitor, MultiMonitor
 from miles_core.monitor.alarms import Alarms
 from miles_core.monitor.metrics import Arrivals

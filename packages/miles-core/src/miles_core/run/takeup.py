@@ -11,8 +11,8 @@ from miles_tito.errors import MilesError
 from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef, TrajectorySummary
 
+from miles_core.durable.ledger import Ledger, OpenGroup
 from miles_core.durable.spool import SpoolAddress, read_group, spooled
-from miles_core.ledger import Ledger, OpenGroup
 
 
 class TakeUpError(MilesError, ValueError):

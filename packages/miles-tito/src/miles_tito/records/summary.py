@@ -16,7 +16,7 @@ class TrajectorySummary:
     num_loss_tokens: int
     oldest_version: int | None
     """Of its trained tokens; None where there are none, or where the engine named no version. Negative for tokens of a
-    branch that a resumed run left, see `miles_core.ledger.queries`."""
+    branch that a resumed run left, see `miles_core.durable.ledger.queries`."""
     newest_version: int | None
     finish_reason: str
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from ledger_life import event, finish, issue, make_ref, reopen, train, with_failed_attempts
+from miles_core.durable.ledger import Ledger, LedgerError, Limits
+from miles_core.durable.ledger.schema import connect, connect_readonly
 from miles_core.durable.spool import SpoolAddress
-from miles_core.ledger import Ledger, LedgerError, Limits
-from miles_core.ledger.schema import connect, connect_readonly
 from miles_rollout.fates import Fate
 from miles_rollout.policies import MASKED_EPISODES
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_life import event, make_ref
-from miles_core.ledger import Ledger, Limits
+from miles_core.durable.ledger import Ledger, Limits
 from miles_rollout.fates import Fate
 
 LIMITS = Limits(max_staleness=2, credits=6, retries=1)

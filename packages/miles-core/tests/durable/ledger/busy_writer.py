@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ledger_life import event, make_ref
-from miles_core.ledger import Ledger, Limits, reading
+from miles_core.durable.ledger import Ledger, Limits, reading
 from miles_rollout.fates import Fate
 
 

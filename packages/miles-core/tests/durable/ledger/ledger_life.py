@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from miles_core.ledger import Ledger
+from miles_core.durable.ledger import Ledger
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import FailedAttempt, Outcome
 from miles_tito.records.summary import EpisodeSummary, GroupRef, TrajectorySummary

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_core.ledger import effective_version, effective_versions
+from miles_core.durable.ledger import effective_version, effective_versions
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from core_records import make_group
 from ledger_life import event, issue, reopen
+from miles_core.durable.ledger import Ledger
 from miles_core.durable.spool import SpoolAddress, SpoolWriter
-from miles_core.ledger import Ledger
 from miles_rollout.fates import Fate
 from miles_tito.records import Group
 from miles_tito.records.summary import summarize

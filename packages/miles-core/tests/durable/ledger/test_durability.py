@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from ledger_life import event, finish, issue, train
-from miles_core.ledger import Ledger, LedgerError, Limits, overview, why
-from miles_core.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, STEPS
+from miles_core.durable.ledger import Ledger, LedgerError, Limits, overview, why
+from miles_core.durable.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, STEPS
 from miles_rollout.fates import Fate
 
 WRITER = Path(__file__).with_name("busy_writer.py")
@@ -248,6 +248,16 @@ def test_a_newer_schema_is_refused(first_schema: Path) -> None:
     for read in (Ledger.open, overview):
         with pytest.raises(LedgerError, match=r"has schema 99, written by a newer Miles; .* up to 2\. Upgrade"):
             read(first_schema)
+
+
+def test_the_names_of_the_first_release_are_there() -> None:
+    import miles_core.durable.ledger
+    import miles_core.ledger
+
+    assert miles_core.ledger.__all__ == miles_core.durable.ledger.__all__
+    for name in miles_core.ledger.__all__:
+        assert getattr(miles_core.ledger, name) is getattr(miles_core.durable.ledger, name)
+    assert "adopt_spooled" in miles_core.ledger.__all__
 
 
 @pytest.fixture

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from ledger_life import event, finish, issue, make_ref, train, with_failed_attempts
 from miles_core import cli
-from miles_core.ledger import Ledger, LedgerError, Limits, overview, query, why
+from miles_core.durable.ledger import Ledger, LedgerError, Limits, overview, query, why
 from miles_rollout.fates import Fate
 
-ledger_overview = importlib.import_module("miles_core.ledger.overview")  # the package exports its function of that name
+ledger_overview = importlib.import_module(
+    "miles_core.durable.ledger.overview"
+)  # the package exports its function of that name
 NIGHT = time.mktime((2026, 3, 4, 5, 6, 0, 0, 0, -1))
 
 

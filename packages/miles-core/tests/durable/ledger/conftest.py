@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from miles_core.ledger import Ledger, Limits
+from miles_core.durable.ledger import Ledger, Limits
 
 sys.path.insert(0, str(Path(__file__).parent))
 
