@@ -175,7 +175,7 @@ def plant_lost_credit() -> None:
 
     def all_but_one(self: Any, groups: Any) -> None:
         release(self, groups)
-        self._reserved += 1
+        self._queue.reserved += 1
 
     patch(GroupBuffer, release=all_but_one)
 

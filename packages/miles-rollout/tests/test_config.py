@@ -58,7 +58,9 @@ def test_an_import_string_is_a_valid_choice_and_is_not_imported_yet() -> None:
 
 def test_f06_every_setting_is_read_somewhere() -> None:
     source = Path(inspect.getfile(miles_rollout)).parent
-    text = "".join(path.read_text() for path in source.glob("*.py") if path.name != "config.py")
+    text = "".join(
+        path.read_text() for path in [*source.glob("*.py"), *source.glob("buffer/*.py")] if path.name != "config.py"
+    )
     text += inspect.getsource(RolloutConfig).split("def num_credits")[1]
     shown_to_the_caller = {"group_size", "advantage"}  # arguments of `produce` and `advantages_by_episode`
     unread = {f.name for f in fields(RolloutConfig) if not re.search(rf"(config|self)\.{f.name}\b", text)}

@@ -35,3 +35,9 @@ class EmptyBatchesError(MilesError, RuntimeError):
 
 class FailureBudgetError(MilesError, RuntimeError):
     """More episodes failed than the failure budget allows."""
+
+
+def first_line(error: str | None) -> str:
+    """The first line of an error text, for counting and for one-line reports."""
+    lines = (error or "").strip().splitlines()
+    return lines[0] if lines else "no error text"

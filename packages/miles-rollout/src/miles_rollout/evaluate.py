@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from miles_tito import UNKNOWN_VERSION, GroupRef, Prompt, Sampling
 
 from .dispatch import GroupRequest, RunGroup
-from .errors import PromptError
-from .guards import first_line
+from .errors import PromptError, first_line
 from .intervals import Interval, mean, mean_interval, share_interval, standard_error
 
 

@@ -90,7 +90,7 @@ RECENT = 1 << 16
 
 
 class FateBook:
-    """The fate of every open group, of the last `RECENT` others, and the only place that changes one."""
+    """The fate of every open group and of the last `RECENT` others; `GroupBuffer` changes fates here alone."""
 
     def __init__(self, *, observer: Observer | None = None) -> None:
         self._fates: dict[str, Fate] = {}
@@ -101,7 +101,7 @@ class FateBook:
         self._final: Counter[Fate] = Counter()
         self._issued = 0
         self._twice = 0
-        self._observer = observer
+        self._observe: Observer = observer or (lambda event: None)
 
     def restore(self, counts: FateCounts, open_groups: Iterable[tuple[str, str, Fate]]) -> None:
         """Go on from an earlier run's counts and its open groups: id, prompt id, fate. The observer knows them."""
@@ -118,15 +118,27 @@ class FateBook:
 
     def issue(
         self, group_id: str, *, prompt_id: str, version: int, retry_of: str | None = None, drawn: int | None = None
-    ) -> None:
+    ) -> int:
+        """A new group; returns how many were issued with it."""
         if group_id in self._fates:
             raise BufferStateError(
                 f"Group {group_id!r} was already issued and is {self._fates[group_id]}; every issue needs a new id."
             )
-        self._tell(group_id, prompt_id, Fate.IN_FLIGHT, reason="", version=version, retry_of=retry_of, drawn=drawn)
+        self._observe(
+            FateEvent(
+                group_id=group_id,
+                prompt_id=prompt_id,
+                fate=Fate.IN_FLIGHT,
+                reason="",
+                version=version,
+                retry_of=retry_of,
+                drawn=drawn,
+            )
+        )
         self._issued += 1  # only now: what the observer refuses is not issued
         self._prompt_ids[group_id] = prompt_id
         self._fates[group_id] = Fate.IN_FLIGHT
+        return self._issued
 
     def advance(self, group_id: str, fate: Fate, *, reason: str, version: int, will_retry: bool = False) -> None:
         """Give an open group its next fate; a final fate is never replaced. It holds even if the observer raises."""
@@ -139,7 +151,16 @@ class FateBook:
             self._recent.append(group_id)
             if len(self._recent) > RECENT:
                 del self._fates[self._recent.popleft()]
-        self._tell(group_id, prompt_id, fate, reason=reason, version=version, will_retry=will_retry)
+        self._observe(
+            FateEvent(
+                group_id=group_id,
+                prompt_id=prompt_id,
+                fate=fate,
+                reason=reason,
+                version=version,
+                will_retry=will_retry,
+            )
+        )
 
     def require_open(self, group_id: str, *, wanted: Fate) -> None:
         """Raise unless the group is known and has no final fate yet."""
@@ -160,39 +181,5 @@ class FateBook:
         return self._fates.get(group_id)
 
     def counts(self) -> FateCounts:
-        return FateCounts(
-            issued=self._issued,
-            trained=self._final[Fate.TRAINED],
-            filtered=self._final[Fate.FILTERED],
-            stale=self._final[Fate.STALE],
-            failed=self._final[Fate.FAILED],
-            aborted=self._final[Fate.ABORTED],
-            in_flight=len(self._prompt_ids),
-            twice=self._twice,
-        )
-
-    def _tell(
-        self,
-        group_id: str,
-        prompt_id: str,
-        fate: Fate,
-        *,
-        reason: str,
-        version: int,
-        retry_of: str | None = None,
-        drawn: int | None = None,
-        will_retry: bool = False,
-    ) -> None:
-        if self._observer is not None:
-            self._observer(
-                FateEvent(
-                    group_id=group_id,
-                    prompt_id=prompt_id,
-                    fate=fate,
-                    reason=reason,
-                    version=version,
-                    retry_of=retry_of,
-                    drawn=drawn,
-                    will_retry=will_retry,
-                )
-            )
+        final = {fate.value: self._final[fate] for fate in Fate if fate.is_final}
+        return FateCounts(issued=self._issued, in_flight=len(self._prompt_ids), twice=self._twice, **final)

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import ray
-from miles_rollout.guards import first_line
+from miles_rollout.errors import first_line
 from miles_tito.errors import MilesError
 from ray.exceptions import RayActorError
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from miles_rollout.guards import first_line
+from miles_rollout.errors import first_line
 
 from miles_core.durable.ledger import Ledger
 from miles_core.errors import cause

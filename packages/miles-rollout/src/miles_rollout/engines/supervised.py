@@ -20,7 +20,7 @@ from miles_tito.errors import EngineError
 from miles_rollout.engines.control import EngineProbe
 from miles_rollout.engines.health import HealthConfig, ProbeRecord, worst
 from miles_rollout.engines.states import EngineEvent, EngineLife, EngineState
-from miles_rollout.guards import first_line
+from miles_rollout.errors import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,12 @@ from collections.abc import Iterable
 
 from miles_tito import EpisodeSummary, GroupRef
 
-from .errors import EmptyBatchesError, FailureBudgetError
+from miles_rollout.errors import EmptyBatchesError, FailureBudgetError, first_line
 
+STALE = "stale"
+"""Reason of a group that grew old while it ran or waited."""
+RESUMED_TOO_LATE = "resumed_too_late"
+"""Reason of a group that a stop of the run made too old."""
 ENGINE_BEHIND = "engine_behind"
 """Reason of a stale group whose tokens are older than its issue, which only an engine with old weights can cause."""
 
@@ -31,9 +35,13 @@ class EmptyBatchGuard:
     def discarded(self, ref: GroupRef, reason: str) -> None:
         """Count one group that was filtered, failed, or came from an engine with old weights.
 
+        Age alone does not count: versions grow only where something is trained.
+
         Raises:
             EmptyBatchesError: that was the last one the run may spend.
         """
+        if reason in (STALE, RESUMED_TOO_LATE):
+            return
         self._reasons[reason] += 1
         self._rewards += (reward for reward in ref.rewards if reward is not None)
         total = self._reasons.total()
@@ -103,9 +111,3 @@ class FailureBudget:
         cause = re.sub(r"\d+", "#", example)  # ids, ports and durations differ from case to case of one cause
         self._examples.setdefault(cause, example)
         return cause
-
-
-def first_line(error: str | None) -> str:
-    """The first line of an error text, for counting and for one-line reports."""
-    lines = (error or "").strip().splitlines()
-    return lines[0] if lines else "no error text"

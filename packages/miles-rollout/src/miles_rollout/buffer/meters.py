@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from .queue import OpenGroup
+
 
 class BufferMeter:
-    """Counts since the last snapshot."""
+    """Counts since the last snapshot, which the loop takes once a step."""
 
     finished: int
     """Groups put."""
@@ -17,26 +19,24 @@ class BufferMeter:
     def __init__(self) -> None:
         self._reset()
 
-    def took(self, *, staleness: Sequence[int], num_masked: int, wait_s: float) -> None:
-        """A batch was handed out after `wait_s` seconds, with `num_masked` episodes that are not trained."""
-        self._staleness += staleness
-        self._num_masked += num_masked
+    def took(self, batch: Sequence[OpenGroup], *, version: int, wait_s: float) -> None:
+        """A batch was handed out after `wait_s` seconds."""
+        self._staleness += [group.trained_staleness(version) for group in batch]
+        self._num_masked += sum(len(group.masked) for group in batch)
         self._wait_s += wait_s
 
     def snapshot(self) -> dict[str, float]:
         """The counts as metrics; starts again from 0."""
-        total = self.discarded.total()
         metrics = {
             "buffer/finished": float(self.finished),
-            "buffer/discard_rate": total / self.finished if self.finished else 0.0,
+            "buffer/discard_rate": self.discarded.total() / self.finished if self.finished else 0.0,
             "buffer/take_wait_s": self._wait_s,
             "buffer/masked_episodes": float(self._num_masked),
         }
         if self._staleness:
             metrics["buffer/staleness_mean"] = sum(self._staleness) / len(self._staleness)
             metrics["buffer/staleness_max"] = float(max(self._staleness))
-        for reason, count in self.discarded.items():
-            metrics[f"buffer/discarded/{reason}"] = float(count)
+        metrics |= {f"buffer/discarded/{reason}": float(count) for reason, count in self.discarded.items()}
         self._reset()
         return metrics
 
