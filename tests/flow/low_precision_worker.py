@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from miles_quant import Recipe, largest_over_ranks, prepare_model, quantize_shards, with_digests
 from miles_tito import Sample, VersionSpan
-from miles_train import OptimizerConfig, TrainConfig, batches_of, score
+from miles_train import FSDPConfig, OptimizerConfig, TrainConfig, batches_of, score
 from miles_train.fsdp import FSDPTrainer
 
 RANKS = 2
@@ -44,7 +44,7 @@ def run(rank: int, model: str, folder: str, format: str) -> None:
         ranks=RANKS,
         threads=1,
         device="cpu",
-        layout="padded",
+        fsdp=FSDPConfig(layout="padded"),
         token_budget=64,
         optimizer=OptimizerConfig(lr=1e-2),
         collective_timeout_s=60.0,

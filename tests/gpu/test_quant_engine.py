@@ -28,7 +28,7 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
     from miles_core.actors.trainer_rank import TrainerRank
     from miles_quant import Recipe
     from miles_rollout.engines import EngineConfig, EngineServer
-    from miles_train.config import OptimizerConfig, TrainConfig
+    from miles_train import FSDPConfig, OptimizerConfig, TrainConfig
     from miles_weightsync.config import PushConfig
 
     model = save_model(tmp_path / "model", experts=format == "nvfp4")
@@ -38,7 +38,9 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
     config = EngineConfig(device="cuda", dtype="bfloat16", context_length=512, options=options)
     rank = TrainerRank(rank=0, recipe=recipe)
     with EngineServer(config, model_path=packed, log_path=tmp_path / "engine.log") as server, closing(rank):
-        training = TrainConfig(device="cuda", dtype="bfloat16", layout="padded", optimizer=OptimizerConfig(lr=1e-3))
+        training = TrainConfig(
+            device="cuda", dtype="bfloat16", fsdp=FSDPConfig(layout="padded"), optimizer=OptimizerConfig(lr=1e-3)
+        )
         rank.setup(config=training, model=model, init_method=None)
         lm: Any = rank._trainer._state.model.lm
         with torch.no_grad():  # new weights, which only a push can have brought

@@ -13,7 +13,7 @@ import pytest
 from miles_core.actors.trainer_rank import TrainerRank
 from miles_quant import Recipe
 from miles_rollout.engines import EngineConfig, EngineServer
-from miles_train.config import OptimizerConfig, TrainConfig
+from miles_train import FSDPConfig, OptimizerConfig, TrainConfig
 from miles_weightsync.config import PushConfig
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 FORMATS = {"dense": ("mxfp8", "fp8", "int4", "mxfp4"), "moe": ("nvfp4", "nvfp4_4o6", "mxfp8")}
-TRAINING = TrainConfig(device="cpu", layout="padded", optimizer=OptimizerConfig(lr=1e-3))
+TRAINING = TrainConfig(device="cpu", fsdp=FSDPConfig(layout="padded"), optimizer=OptimizerConfig(lr=1e-3))
 MAX_GAP = 1e-4
 """Of log-probs: float32 on both sides, sums in another order."""
 MIN_EFFECT = 1e-2

@@ -8,7 +8,7 @@ from miles_core.config import Config, ConfigError, load_config
 from miles_core.config.plugins import check_plugins
 from miles_core.run.dry_run import engine_memory, list_processes, make_plan, read_shape, trainer_memory
 from miles_rollout.engines import EngineConfig
-from miles_train.config import LossConfig, TrainConfig
+from miles_train import FSDPConfig, LossConfig, TrainConfig
 
 LLAMA = {
     "hidden_size": 64,
@@ -59,7 +59,7 @@ def test_a_rank_holds_weights_gradients_and_two_moments_of_its_share(model):
     assert mixed["reference"] == 2e6
     assert mixed["activations"] == alone["activations"] / 2
     assert "copy for checkpoints" not in mixed, "it lies in host memory"
-    checkpointed = trainer_memory(TrainConfig(activation_checkpointing=True), shape, device="cpu")
+    checkpointed = trainer_memory(TrainConfig(fsdp=FSDPConfig(activation_checkpointing=True)), shape, device="cpu")
     assert checkpointed["activations"] < alone["activations"] / 10
 
 

@@ -20,10 +20,10 @@ from miles_core.run.rl import RLRun
 from miles_quant import QuantError, Recipe, get_format
 from miles_quant.checkpoints.folder import ModelFolder
 from miles_tito.shared.settings import SettingError
-from miles_train.config import TrainConfig
+from miles_train import FSDPConfig, TrainConfig
 
 PLAIN = Recipe(format="mxfp8", quantize_activations=False)
-CONFIG = TrainConfig(device="cpu", threads=1, layout="padded")
+CONFIG = TrainConfig(device="cpu", threads=1, fsdp=FSDPConfig(layout="padded"))
 
 
 @pytest.fixture(scope="module")

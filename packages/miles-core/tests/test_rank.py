@@ -18,7 +18,8 @@ from miles_core.run.batching import RankWork, plan_ranks
 from miles_rollout.advantages import advantages_by_episode
 from miles_tito.records import Episode, Group, Trajectory
 from miles_tito.records.summary import summarize
-from miles_train.config import LossConfig, Normalization, OptimizerConfig, TrainConfig
+from miles_train import LossConfig, OptimizerConfig, TrainConfig
+from miles_train.losses.settings import Normalization
 
 WHOLE, SPLIT = 4096, 12
 """Token budgets: everything in one micro-batch, and several of them."""

@@ -22,13 +22,15 @@ from miles_tito import Sample, VersionSpan
 from miles_train import (
     BatchError,
     CheckpointError,
+    FSDPConfig,
     LossConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
     batches_of,
 )
-from miles_train.fsdp import FSDPTrainer, block_file
+from miles_train.checkpoint import block_file
+from miles_train.fsdp import FSDPTrainer
 
 VOCAB = 67
 PARTS = ("run", "resume", "regroup", "die")
@@ -108,7 +110,9 @@ class Worker:
         plain.close()
 
         loss = LossConfig(normalization="token", old_logprobs="trainer", tis_cap=2.0, kl_coef=0.1)
-        self.learn("everything", self.config(loss=loss, minibatches=2, activation_checkpointing=True)).close()
+        self.learn(
+            "everything", self.config(loss=loss, minibatches=2, fsdp=FSDPConfig(activation_checkpointing=True))
+        ).close()
         self.learn("mixed", self.config(dtype="bfloat16"), steps=1).close()
         if self.ranks > 1:
             self.report["watchdog"] = self.deserted()

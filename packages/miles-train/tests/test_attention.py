@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from miles_train import UnsupportedModel
-from miles_train.fsdp.attention import packed_attention
-from miles_train.fsdp.rows import PackedRows, packed_rows
+from miles_train.backends.fsdp.attention import packed_attention
+from miles_train.step.rows import PackedRows, packed_rows
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -61,7 +61,7 @@ def test_rows_see_themselves_only_and_gradients_of_shared_prefixes_add_up(window
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_variable_length_kernel_is_given_whole_rows(window, monkeypatch):
     """The kernel runs on GPUs only; here a loop stands in for it."""
-    from miles_train.fsdp import attention
+    from miles_train.backends.fsdp import attention
     from torch.nn.attention import varlen
 
     def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):

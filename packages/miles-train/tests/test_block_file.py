@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_train.fsdp import block_file
-from miles_train.fsdp.block_file import Block, BlockFile, file_bytes, write_blocks
+from miles_train.checkpoint import block_file
+from miles_train.checkpoint.block_file import Block, BlockFile, file_bytes, write_blocks
 from safetensors.torch import load_file
 
 Box = tuple[tuple[int, int], ...]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from miles_train import CheckpointError, OptimizerConfig, TrainConfig, batches_of
-from miles_train.fsdp import FSDPTrainer, block_file, checkpoint
+from miles_train.checkpoint import block_file, writer
+from miles_train.fsdp import FSDPTrainer
 from safetensors.torch import load_file
 
 SETTINGS = TrainConfig(device="cpu", threads=1, token_budget=64, optimizer=OptimizerConfig(lr=1e-2))
@@ -179,7 +180,7 @@ def test_a_disk_too_small_is_an_error_with_numbers_before_a_byte_is_written(trai
         free = 1000
 
     trainer.save(tmp_path / "at")
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: Usage)
     with pytest.raises(CheckpointError, match=r"[\d,]{7,} bytes are needed and 1,000 are free.*before are untouched"):
         trainer.save(tmp_path / "next")
     assert [path.name for path in tmp_path.iterdir()] == ["at"]

@@ -12,6 +12,7 @@ from miles_tito import Sample
 from miles_train import (
     BatchError,
     ConfigError,
+    FSDPConfig,
     LossConfig,
     NumericsError,
     OptimizerConfig,
@@ -84,7 +85,7 @@ def samples(sample) -> list[Sample]:
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_log_probs_equal_those_of_transformers_at_the_sampling_temperature(model, layout, samples, request):
     path = request.getfixturevalue(model)
-    settings = config(layout=layout, token_budget=128, logit_chunk_mb=1)
+    settings = config(fsdp=FSDPConfig(layout=layout), token_budget=128, logit_chunk_mb=1)
     trainer = ready(path, settings)
     (batch,) = batches_of(samples, settings)
     (scored,) = score(trainer, batch)
@@ -139,7 +140,14 @@ def test_the_gradient_is_that_of_the_closed_form_and_ignores_the_split(normaliza
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("change", [{"layout": "padded"}, {"activation_checkpointing": True}, {"logit_chunk_mb": 4096}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fsdp": FSDPConfig(layout="padded")},
+        {"fsdp": FSDPConfig(activation_checkpointing=True)},
+        {"logit_chunk_mb": 4096},
+    ],
+)
 def test_how_the_model_is_run_does_not_change_the_gradient(change, qwen3, samples):
     assert_same(gradient(qwen3, samples, config(**change)), gradient(qwen3, samples, config()))
 
@@ -152,7 +160,7 @@ def test_siblings_share_the_computation_of_their_prompt_and_not_the_gradient(qwe
     ]
     assert_same(
         gradient(qwen3, siblings, config(token_budget=128)),
-        gradient(qwen3, siblings, config(token_budget=128, layout="padded")),
+        gradient(qwen3, siblings, config(token_budget=128, fsdp=FSDPConfig(layout="padded"))),
     )
 
 

@@ -103,11 +103,11 @@ def test_sft_is_the_negative_log_likelihood_times_the_weight():
 
 def test_a_loss_is_found_by_its_import_string_or_refused_with_the_reason():
     assert resolve_loss(LossConfig(kind="miles_train.losses:policy_loss")) is policy_loss
-    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
         resolve_loss(LossConfig(kind="nowhere.at:all"))
-    with pytest.raises(ConfigError, match="importing it failed"):
+    with pytest.raises(ConfigError, match="no 'gspo'"):
         resolve_loss(LossConfig(kind="miles_train.losses:gspo"))
-    with pytest.raises(ConfigError, match="which is a int, not a function"):
+    with pytest.raises(ConfigError, match="a int that cannot be called"):
         resolve_loss(LossConfig(kind="miles_train.packing:ATTENTION_TOKENS"))
 
 

@@ -1,8 +1,9 @@
 """Packing, policy losses and the FSDP2 trainer. Importing this package does not import torch."""
 
+from .backends.fsdp import FSDPConfig
 from .batch import Batch, BatchTotals, MicroBatch, make_batch
-from .build import create_trainer
-from .config import LossConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from .config import OptimizerConfig, ScheduleConfig, TrainConfig
+from .create import check_backend, create_trainer
 from .errors import (
     BatchError,
     CheckpointError,
@@ -12,6 +13,7 @@ from .errors import (
     RankError,
     UnsupportedModel,
 )
+from .losses import CustomLoss, LossConfig, PolicyLoss, SftLoss
 from .packing import pack
 from .plan import Row, StepPlan, batches_of, plan_batch
 from .sft import sft_sample
@@ -23,15 +25,19 @@ __all__ = [
     "BatchTotals",
     "CheckpointError",
     "ConfigError",
+    "CustomLoss",
+    "FSDPConfig",
     "Layout",
     "LossConfig",
     "MicroBatch",
     "NumericsError",
     "OptimizerConfig",
     "PackingError",
+    "PolicyLoss",
     "RankError",
     "Row",
     "ScheduleConfig",
+    "SftLoss",
     "Shard",
     "StepPlan",
     "StepResult",
@@ -39,6 +45,7 @@ __all__ = [
     "Trainer",
     "UnsupportedModel",
     "batches_of",
+    "check_backend",
     "create_trainer",
     "make_batch",
     "pack",

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from miles_tito.records import UNKNOWN_VERSION, Sample
 
-from .config import Normalization
 from .errors import BatchError
+from .losses.settings import Normalization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def make_batch(
     Args:
         rows: [micro-batches][rows]; an empty micro-batch becomes a dummy of zero weight.
         totals: counts over all ranks, from the driver.
-        normalization: see `LossConfig.normalization`.
+        normalization: see `LossSettings.normalization`.
         max_tokens: the constant of `dr_grpo`.
     """
     if normalization == "dr_grpo" and max_tokens is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from miles_tito.errors import MilesError
+from miles_tito.shared.settings import SettingError
 
-
-class ConfigError(MilesError, ValueError):
-    """A training setting is impossible, or has no effect where it stands."""
+ConfigError = SettingError
+"""Its name before all packages shared one."""
 
 
 class PackingError(MilesError, ValueError):

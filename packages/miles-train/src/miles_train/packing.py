@@ -25,7 +25,9 @@ def row_cost(length: int) -> float:
     return length + length * length / ATTENTION_TOKENS
 
 
-def pack(lengths: Sequence[int], *, token_budget: int, ranks: int) -> tuple[tuple[Rows, ...], ...]:
+def pack(
+    lengths: Sequence[int], *, token_budget: int, ranks: int, multiple_of: int = 1
+) -> tuple[tuple[Rows, ...], ...]:
     """Assign rows to micro-batches.
 
     Every row appears once and no micro-batch exceeds the budget. Each rank gets the same number of micro-batches,
@@ -35,7 +37,8 @@ def pack(lengths: Sequence[int], *, token_budget: int, ranks: int) -> tuple[tupl
     Args:
         lengths: tokens of each row.
         token_budget: most tokens of one micro-batch.
-        ranks: trainer ranks.
+        ranks: ranks that train different rows.
+        multiple_of: each rank gets a multiple of so many micro-batches.
 
     Returns:
         [ranks][micro-batches][rows] row indices. No micro-batches at all for no rows.
@@ -43,21 +46,24 @@ def pack(lengths: Sequence[int], *, token_budget: int, ranks: int) -> tuple[tupl
     Raises:
         PackingError: a row is longer than the budget.
     """
-    _check(lengths, token_budget, ranks)
+    _check(lengths, token_budget, ranks, multiple_of)
     if not lengths:
         return tuple(() for _ in range(ranks))
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     tight = _best_fit(order, lengths, token_budget)
-    per_rank = -(-len(tight) // ranks)
+    per_rank = -(-len(tight) // (ranks * multiple_of)) * multiple_of
     bins = _spread(order, lengths, token_budget, per_rank * ranks)
     if bins is None:
         bins = _split(tight, lengths, per_rank * ranks)
     return _deal(bins, lengths, ranks)
 
 
-def _check(lengths: Sequence[int], token_budget: int, ranks: int) -> None:
-    if ranks < 1 or token_budget < 1:
-        raise PackingError(f"`ranks` is {ranks} and `token_budget` is {token_budget}; both must be at least 1.")
+def _check(lengths: Sequence[int], token_budget: int, ranks: int, multiple_of: int) -> None:
+    if ranks < 1 or token_budget < 1 or multiple_of < 1:
+        raise PackingError(
+            f"`ranks` is {ranks}, `token_budget` {token_budget} and `multiple_of` {multiple_of}; "
+            "each must be at least 1."
+        )
     too_long = [row for row, length in enumerate(lengths) if length > token_budget]
     if too_long:
         worst = max(too_long, key=lambda row: lengths[row])

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from miles_tito.records import Sample
 
 from .batch import Batch, BatchTotals, make_batch
-from .config import TrainConfig
 from .errors import BatchError
 from .packing import Rows, pack
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
 
 
 class Row(NamedTuple):
@@ -30,14 +32,20 @@ class StepPlan:
     """One optimizer step."""
 
     ranks: tuple[tuple[Rows, ...], ...]
-    """[ranks][micro-batches] row indices."""
+    """[data ranks][micro-batches] row indices."""
     totals: BatchTotals
 
 
-def plan_batch(rows: Sequence[Row], *, token_budget: int, ranks: int, minibatches: int = 1) -> tuple[StepPlan, ...]:
+def plan_batch(
+    rows: Sequence[Row], *, token_budget: int, ranks: int, minibatches: int = 1, multiple_of: int = 1
+) -> tuple[StepPlan, ...]:
     """Split rows into optimizer steps, ranks and micro-batches.
 
     Rows without loss tokens are left out: they cannot change a weight. All rows of an episode stay in one step.
+
+    Args:
+        ranks: `Layout.data_ranks`: those that train different rows.
+        multiple_of: `Layout.micro_batch_multiple`.
 
     Returns:
         One plan an optimizer step: `minibatches` of them, fewer only where there are fewer episodes.
@@ -48,7 +56,7 @@ def plan_batch(rows: Sequence[Row], *, token_budget: int, ranks: int, minibatche
             f"None of the {len(rows)} rows has a loss token, so there is nothing to train. Filter such groups out."
         )
     return tuple(
-        _step(part, rows, token_budget=token_budget, ranks=ranks)
+        _step(part, rows, token_budget=token_budget, ranks=ranks, multiple_of=multiple_of)
         for part in _by_episode(trained, rows, minibatches=minibatches)
     )
 
@@ -85,8 +93,9 @@ def _by_episode(trained: Sequence[int], rows: Sequence[Row], *, minibatches: int
     return [sorted(part) for part in parts]
 
 
-def _step(part: Sequence[int], rows: Sequence[Row], *, token_budget: int, ranks: int) -> StepPlan:
-    assignment = pack([rows[index].num_tokens for index in part], token_budget=token_budget, ranks=ranks)
+def _step(part: Sequence[int], rows: Sequence[Row], *, token_budget: int, ranks: int, multiple_of: int) -> StepPlan:
+    lengths = [rows[index].num_tokens for index in part]
+    assignment = pack(lengths, token_budget=token_budget, ranks=ranks, multiple_of=multiple_of)
     totals = BatchTotals(
         num_episodes=len({rows[index].episode_id for index in part}),
         num_loss_tokens=sum(rows[index].num_loss_tokens for index in part),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from .config import ScheduleConfig
-from .errors import ConfigError
+from miles_tito.shared.settings import SettingError
+
+if TYPE_CHECKING:
+    from .config import ScheduleConfig
 
 
 def check_schedule(schedule: ScheduleConfig) -> None:
     """Refuse a decay without an end."""
     if schedule.kind != "constant" and schedule.total_steps is None:
-        raise ConfigError(
+        raise SettingError(
             f'`schedule.kind` is "{schedule.kind}" but `schedule.total_steps` is not set; '
             "give the number of optimizer steps (train steps times minibatches) that the decay lasts."
         )

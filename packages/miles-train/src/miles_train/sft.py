@@ -9,7 +9,7 @@ from miles_tito.records import UNKNOWN_VERSION, Sample, VersionSpan
 
 
 def sft_sample(id: str, tokens: Any, loss_mask: Any, *, weight: float = 1.0, prompt_id: str = "") -> Sample:
-    """A demonstration to imitate; train it with `LossConfig(kind="sft")`.
+    """A demonstration to imitate; train it with `SftLoss()`.
 
     Args:
         id: name of the sample; it is its own episode and group.

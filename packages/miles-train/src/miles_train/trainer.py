@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 
 from .batch import Batch, MicroBatch
-from .config import TrainConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from .config import TrainConfig
+
 ModelName = Literal["policy", "reference"]
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open (start, stop) in each dimension of a whole tensor."""
 
 
 class Shard(NamedTuple):
@@ -26,18 +30,22 @@ class Shard(NamedTuple):
     global_shape: tuple[int, ...]
     dtype: str
     """`float32`, `bfloat16`, …"""
-    box: tuple[tuple[int, int], ...]
-    """Half-open (start, stop) in each dimension."""
+    box: Box
     tensor: torch.Tensor
     """The block itself; it aliases the weight, so use it before the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What a trainer set up."""
+    """What one rank of a trainer set up; the driver plans with those of all ranks."""
 
     rank: int
     ranks: int
+    data_rank: int
+    """Ranks with one data rank train the same rows: tensor, pipeline, context and expert parallel peers."""
+    data_ranks: int
+    micro_batch_multiple: int = 1
+    """Each data rank gets a multiple of so many micro-batches; an interleaved pipeline asks for one of its stages."""
     device: str
     num_parameters: int
     """Of the whole model, tied weights once."""
@@ -54,15 +62,34 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """One rank of a trainer. Every method but `shards` is collective: call it on all ranks."""
+    """One rank of a trainer backend, built by `create_trainer`; miles-core drives all ranks of a run by these methods.
 
-    def setup(
-        self, config: TrainConfig, prepare_model: Callable[[torch.nn.Module], object] | None = None
-    ) -> Layout: ...
+    Every method but `shards` is collective: call it on all ranks.
+    """
 
-    def train(self, batch: Batch | Sequence[Batch]) -> StepResult: ...
+    def setup(self, config: TrainConfig, prepare_model: Callable[[torch.nn.Module], object] | None = None) -> Layout:
+        """Join the other ranks, load the model and shard it, make the optimizer.
 
-    def shards(self) -> Iterator[Shard]: ...
+        Args:
+            prepare_model: changes a Hugging Face model in place before it is sharded.
+        """
+        ...
+
+    def train(self, batch: Batch | Sequence[Batch]) -> StepResult:
+        """One optimizer step for each batch given, one new version of the weights for all of them."""
+        ...
+
+    def score(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
+        """Log-probs of the loss tokens at their sampling temperature, without a step.
+
+        Returns:
+            One [N] float32 array a micro-batch; 0 outside the loss mask.
+        """
+        ...
+
+    def shards(self) -> Iterator[Shard]:
+        """The weights as this rank holds them. Ranks that hold the same block may all yield it, as the same box."""
+        ...
 
     def begin_save(self, path: str | Path) -> None:
         """Copy what a checkpoint needs and return; it is written while training goes on."""
@@ -72,23 +99,27 @@ class Trainer(Protocol):
         """Wait until it is durable on every rank, or raise CheckpointError; safe beside `train`."""
         ...
 
-    def load(self, path: str | Path) -> None: ...
+    def load(self, path: str | Path) -> None:
+        """Continue from a checkpoint."""
+        ...
 
-    def sleep(self) -> None: ...
+    def export_hf(self, path: str | Path) -> None:
+        """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
+        ...
 
-    def wake(self) -> None: ...
+    def sleep(self, *, keep: frozenset[Literal["weights"]] = frozenset()) -> None:
+        """Free the device: moments, and weights unless they are to be kept, go to host memory."""
+        ...
+
+    def wake(self) -> None:
+        """Back onto the device; without effect when awake."""
+        ...
+
+    def close(self) -> None:
+        """Leave the other ranks and drop the model; may be called without `setup`, and again."""
+        ...
 
 
-class Scorer(Protocol):
-    """The forward pass of a backend."""
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, model: ModelName) -> list[np.ndarray]: ...
-
-
-def score(backend: Scorer, batch: Batch, *, model: ModelName = "policy") -> list[np.ndarray]:
-    """Log-probs of the loss tokens of a batch at their sampling temperature, without a step.
-
-    Returns:
-        One [N] float32 array a micro-batch; 0 outside the loss mask.
-    """
-    return backend.logprobs(batch.micro_batches, model=model)
+def score(trainer: Trainer, batch: Batch, *, model: ModelName = "policy") -> list[np.ndarray]:
+    """`Trainer.score` of a whole batch."""
+    return trainer.score(batch.micro_batches, model=model)

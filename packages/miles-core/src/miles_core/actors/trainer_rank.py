@@ -14,6 +14,7 @@ from typing import Any
 from miles_quant.recipe.recipe import Recipe
 from miles_tito.records import Group, Sample
 from miles_tito.records.samples import to_samples
+from miles_train import create_trainer
 from miles_train.batch import Batch, make_batch
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
@@ -54,11 +55,9 @@ class TrainerRank:
         Raises:
             QuantError: the recipe does not fit the model, or not the number of ranks.
         """
-        from miles_train.fsdp import FSDPTrainer
-
         self.close()
         self._config = config
-        self._trainer = FSDPTrainer(model, rank=self._rank, init_method=init_method)
+        self._trainer = create_trainer(config, model_path=model, rank=self._rank, init_method=init_method)
         if self._given is None:
             return self._trainer.setup(config)
         from .low_precision import set_up

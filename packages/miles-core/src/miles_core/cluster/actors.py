@@ -57,7 +57,7 @@ class TrainerActor:
 
     def address(self) -> str:
         """Where the ranks can meet: this host and a free port."""
-        from miles_train.fsdp.ranks import free_port
+        from miles_tito.shared.ports import free_port
 
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 

@@ -10,6 +10,7 @@ from typing import Literal
 from miles_quant import QuantError, quantization_config
 from miles_rollout.engines import resolve_device
 from miles_tito.records import Sampling
+from miles_train import PolicyLoss
 
 from .keys import KeyPath
 from .schema import Config
@@ -62,7 +63,8 @@ def warnings(config: Config, kind: Kind | None) -> Iterator[str]:
         return
     if not config.checkpoint.every and not config.checkpoint.at_end:
         yield "checkpoint.every is 0 and checkpoint.at_end is off: a run that dies starts over if nobody saves by hand."
-    if config.train.minibatches > 1 and config.train.loss.clip_high >= 1:
+    loss = config.train.loss
+    if config.train.minibatches > 1 and isinstance(loss, PolicyLoss) and loss.clip_high >= 1:
         yield "train.minibatches is above 1 but clipping is so wide that later steps are hardly bounded."
     if kind == "rl" and not config.eval.enabled:
         yield "eval is off: nothing will tell learning from overfitting."

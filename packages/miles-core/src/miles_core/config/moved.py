@@ -13,7 +13,11 @@ from .keys import KIND, KeyPath, fields, leaves, unions
 from .layers import get, put
 from .schema import Config
 
-MOVED: Mapping[str, str] = {}
+MOVED: Mapping[str, str] = {
+    "train.layout": "train.fsdp.layout",
+    "train.activation_checkpointing": "train.fsdp.activation_checkpointing",
+    "train.reshard_after_forward": "train.fsdp.reshard_after_forward",
+}
 """Old name -> new name, of keys and of whole tables."""
 
 

@@ -15,6 +15,7 @@ from miles_rollout.policies import load_failure_policy, load_stale_policy
 from miles_tito.records import Env
 from miles_tito.shared.plugins import check_call, load
 from miles_tito.shared.settings import SettingError
+from miles_train import check_backend
 
 from miles_core.evaluation.config import is_import_string
 
@@ -48,13 +49,13 @@ def check_plugins(config: Config, kind: Kind | None = None, *, sources: Mapping[
 
 
 def _of_trainers(config: Config) -> Iterator[tuple[KeyPath, Callable[[], object]]]:
-    model, sft, loss = config.model, config.sft, config.train.loss.kind
+    model, sft = config.model, config.sft
     if model.builder is not None:
         yield ("model", "builder"), partial(_check, model.builder, 1, model.builder_args, what="model.builder")
     if sft.data is not None:
         yield ("sft", "data"), partial(_check, sft.data, 0, sft.data_args, what="sft.data")
-    if ":" in loss:
-        yield ("train", "loss", "kind"), partial(_check, loss, 1, {}, what="train.loss.kind")
+    yield ("train", "backend"), partial(check_backend, config.train)
+    yield ("train", "loss", "kind"), config.train.loss.function
     yield ("monitor", "custom"), config.monitor.load_plugins
 
 

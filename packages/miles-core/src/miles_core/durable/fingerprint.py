@@ -34,8 +34,8 @@ MAY_CHANGE = (
     *("engines.*.count", "engines.*.tp", "engines.*.dp", "engines.*.device", "engines.*.threads", "engines.*.urls"),
     *("engines.*.env.*", "engines.*.max_total_tokens", "engines.*.start_timeout_s", "engines.*.health.*"),
     *("sync.way", "sync.staging", "sync.bucket_bytes", "sync.timeout_s", "sync.verify", "sync.disk_*"),
-    *("train.ranks", "train.device", "train.threads", "train.token_budget", "train.layout", "train.logit_chunk_mb"),
-    *("train.activation_checkpointing", "train.reshard_after_forward", "train.collective_timeout_s"),
+    *("train.ranks", "train.device", "train.threads", "train.token_budget", "train.logit_chunk_mb", "train.fsdp.*"),
+    "train.collective_timeout_s",
 )
 """Keys that decide how fast a run is, how long it goes on or what it says, but not what it learns. `model.path` is one
 because the folder's content is compared."""

@@ -133,7 +133,7 @@ def trainer_memory(train: TrainConfig, shape: ModelShape, *, device: str) -> dic
     """Bytes of one rank by what takes them, on its device."""
     width, master = _BYTES[train.dtype], _BYTES[train.master_dtype]
     sharded = shape.num_parameters / train.ranks
-    per_layer = shape.hidden if train.activation_checkpointing else 10 * shape.hidden + 4 * shape.intermediate
+    per_layer = shape.hidden if train.fsdp.activation_checkpointing else 10 * shape.hidden + 4 * shape.intermediate
     parts = {
         "weights": sharded * master,
         "gradients": sharded * master,
@@ -141,7 +141,7 @@ def trainer_memory(train: TrainConfig, shape: ModelShape, *, device: str) -> dic
         "activations": float(width * train.token_budget * shape.num_layers * per_layer),
         "logits": 3.0 * train.logit_chunk_mb * 2**20,
     }
-    if train.loss.needs_reference:
+    if "reference" in train.loss.needs:
         parts["reference"] = sharded * width
     if width != master:
         parts["a layer in " + train.dtype] = shape.num_parameters * width / shape.num_layers

@@ -18,7 +18,7 @@ from miles_rollout.producer import produce
 from miles_rollout.prompts import PromptStream
 from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
-from miles_train.config import LossConfig, TrainConfig
+from miles_train import SftLoss, TrainConfig
 
 from miles_core.cluster import spawn
 from miles_core.cluster.actors import SupervisedActor
@@ -110,7 +110,7 @@ def sft_train_config(config: Config) -> TrainConfig:
     return replace(
         config.train,
         minibatches=1,
-        loss=LossConfig(kind="sft", normalization="token", log_entropy=False),
+        loss=SftLoss(normalization="token", log_entropy=False),
         optimizer=config.sft.optimizer,
         schedule=config.sft.schedule,
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class LossInputs:
     rows: Tensor
     """[M] int64, row of the micro-batch that the token belongs to, for losses over whole sequences."""
     ref_logprobs: Tensor | None = None
-    """[M] float32, the frozen reference, None without a KL term."""
+    """[M] float32, the frozen reference, None unless the loss needs it."""
     entropy: Tensor | None = None
     """[M] float32, None unless measured."""
 

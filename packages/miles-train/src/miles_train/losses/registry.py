@@ -1,48 +1,55 @@
-"""From a loss setting to the function."""
+"""The kinds of loss. A new one is a file in this folder and its name in `AnyLoss`."""
 
 from __future__ import annotations
 
-import importlib
-from functools import partial
-from typing import Any, cast
+import dataclasses
+import typing
+from typing import Any
 
-from miles_train.config import LossConfig
-from miles_train.errors import ConfigError
+from miles_tito.shared.settings import SettingError
 
+from .custom import CustomLoss
 from .inputs import LossFn
-from .policy import policy_loss
-from .sft import sft_loss
+from .policy import PolicyLoss
+from .sft import SftLoss
+
+AnyLoss = PolicyLoss | SftLoss | CustomLoss
+"""`[train.loss]`: its `kind` says which of them it is."""
+
+BUILTIN: dict[str, Any] = {
+    loss.__dataclass_fields__["kind"].default: loss for loss in typing.get_args(AnyLoss) if loss is not CustomLoss
+}
+"""Settings by kind."""
 
 
-def resolve_loss(config: LossConfig) -> LossFn:
-    """The built-in loss of that name, or the user's own function from its import string."""
-    match config.kind:
-        case "policy":
-            return partial(
-                policy_loss,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
-                tis_cap=config.tis_cap,
-                kl_coef=config.kl_coef,
-                kl_estimator=config.kl_estimator,
-                entropy_coef=config.entropy_coef,
-            )
-        case "sft":
-            return sft_loss
-        case path:
-            return _imported(path)
+def LossConfig(*, kind: str = "policy", **keys: Any) -> AnyLoss:
+    """The settings of a loss by its kind: `LossConfig(kind="policy", clip_high=0.3)` is `PolicyLoss(clip_high=0.3)`.
+
+    Raises:
+        SettingError: there is no such kind, or it does not have one of the keys.
+    """
+    if kind not in BUILTIN and ":" not in kind:
+        raise SettingError(
+            f"`kind` is {kind!r}; it must be one of {', '.join(BUILTIN)}, or `package.module:function` of your own."
+        )
+    settings = BUILTIN.get(kind, CustomLoss)
+    if foreign := sorted(keys.keys() - _names(settings)):
+        owners = [name for name, other in BUILTIN.items() if set(foreign) <= _names(other)]
+        whose = f"belong to kind {' and '.join(map(repr, owners))}" if owners else "belong to no kind of loss"
+        raise SettingError(
+            f"{', '.join(f'`{key}`' for key in foreign)} {whose} and have no effect with kind = {kind!r}."
+        )
+    return settings(kind=kind, **keys)
 
 
-def _imported(path: str) -> LossFn:
-    module_name, _, name = path.partition(":")
-    try:
-        found: Any = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"`loss.kind` is {path!r} but importing it failed: {error}. Give `package.module:function` that Python "
-            "can import from where the run starts."
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"`loss.kind` is {path!r}, which is a {type(found).__name__}, not a function.")
-    return cast(LossFn, found)
+def resolve_loss(settings: AnyLoss) -> LossFn:
+    """The function, its settings bound.
+
+    Raises:
+        ImportStringError: the user's own function is not there, or does not take its `args`.
+    """
+    return settings.function()
+
+
+def _names(settings: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(settings)}

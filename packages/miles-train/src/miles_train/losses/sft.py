@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from .inputs import LossInputs, TokenLoss
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from .inputs import LossFn, LossInputs, TokenLoss
+from .settings import LossSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftLoss(LossSettings):
+    """Imitate demonstrations: negative log-likelihood of their loss tokens."""
+
+    is_sampled: ClassVar[bool] = False
+
+    kind: Literal["sft"] = "sft"
+
+    def function(self) -> LossFn:
+        return sft_loss
 
 
 def sft_loss(inputs: LossInputs) -> TokenLoss:

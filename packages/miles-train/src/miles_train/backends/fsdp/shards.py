@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from miles_train.errors import UnsupportedModel
-from miles_train.trainer import Shard
-
-Box = tuple[tuple[int, int], ...]
+from miles_train.trainer import Box, Shard
 
 
 def model_shards(lm: Any, *, rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Shard]:

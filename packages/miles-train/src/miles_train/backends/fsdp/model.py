@@ -12,19 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from miles_tito.shared.settings import SettingError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from miles_train.config import TrainConfig
-from miles_train.errors import ConfigError, UnsupportedModel
+from miles_train.errors import UnsupportedModel
 from miles_train.logprobs import TokenScores, token_logprobs
+from miles_train.step.inputs import ModelInputs
 
 from .attention import register
-from .inputs import ModelInputs
+
+if TYPE_CHECKING:
+    from miles_train.config import TrainConfig
 
 
 class PolicyModel(nn.Module):
@@ -71,18 +74,18 @@ def load_model(path: str | Path, config: TrainConfig) -> PolicyModel:
     from transformers import AutoModelForCausalLM
 
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{path} is not a model folder: it has no config.json.")
+        raise SettingError(f"{path} is not a model folder: it has no config.json.")
     with no_progress_bars():
         lm = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, config.master_dtype), local_files_only=True
         )
     can_pack = _has_plain_attention(lm)
-    if config.layout == "packed" and not can_pack:
+    if config.fsdp.layout == "packed" and not can_pack:
         raise UnsupportedModel(
             f"{type(lm).__name__} has layers whose attention cannot be replaced (or that are not attention), so packed "
             'rows would see one another; use layout = "padded".'
         )
-    padded = config.layout == "padded" or not can_pack
+    padded = config.fsdp.layout == "padded" or not can_pack
     if not padded:
         lm.set_attn_implementation(register())
     disable_dropout(lm)
@@ -118,7 +121,7 @@ def shard_model(model: PolicyModel, mesh: DeviceMesh, config: TrainConfig) -> No
     mixed = config.dtype != config.master_dtype
     options: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": config.reshard_after_forward,
+        "reshard_after_forward": config.fsdp.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.dtype) if mixed else None, reduce_dtype=torch.float32
         ),

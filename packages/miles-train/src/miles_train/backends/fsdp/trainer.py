@@ -11,27 +11,36 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from miles_tito.shared.settings import SettingError
 from torch.distributed.device_mesh import init_device_mesh
 
 from miles_train.batch import Batch, MicroBatch
-from miles_train.config import TrainConfig
-from miles_train.errors import BatchError, ConfigError, RankError
+from miles_train.checkpoint.reader import load_checkpoint
+from miles_train.checkpoint.writer import CheckpointWriter, Progress
+from miles_train.errors import RankError
 from miles_train.losses import LossFn, resolve_loss
 from miles_train.metrics import Tally, joined
+from miles_train.ranks import Ranks, join, pick_device
+from miles_train.step.batches import check_batches, lacks_reference, sizes, with_scores
+from miles_train.step.objective import Objective
 from miles_train.trainer import Layout, ModelName, Shard, StepResult
 
-from .checkpoint import CheckpointWriter, Progress, load_checkpoint
 from .export import export_model
 from .model import PolicyModel, load_model, num_parameters, shard_model
 from .optimizer import Optimizer
-from .ranks import Ranks, join, pick_device
 from .shards import model_shards
+from .state import state_blocks
 from .step import accumulate, score_micro_batches
+
+if TYPE_CHECKING:
+    from miles_train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +100,10 @@ class FSDPTrainer:
             needs_group=config.dtype != config.master_dtype,
         )
         model = self._build(config, ranks, prepare_model)
-        reference = self._build(config, ranks, prepare_model) if config.loss.needs_reference else None
+        reference = self._build(config, ranks, prepare_model) if "reference" in config.loss.needs else None
         if reference is not None:
             reference.requires_grad_(False)
-        if config.activation_checkpointing:
+        if config.fsdp.activation_checkpointing:
             model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._state = _State(
             config=config,
@@ -107,6 +116,8 @@ class FSDPTrainer:
         layout = Layout(
             rank=ranks.rank,
             ranks=ranks.count,
+            data_rank=ranks.rank,
+            data_ranks=ranks.count,
             device=str(device),
             num_parameters=num_parameters(model),
             vocab_size=model.vocab_size,
@@ -132,21 +143,22 @@ class FSDPTrainer:
         state = self._awake()
         start = time.perf_counter()
         batches = [batch] if isinstance(batch, Batch) else list(batch)
-        batches = _with_scores(batches, state, self._agree(batches))
+        check_batches(batches, vocab_size=state.model.vocab_size, config=state.config)
+        lacks = lacks_reference(batches, state.ranks)
+        batches = with_scores(batches, state.config.loss, partial(_scored, state), some_lack_reference=lacks)
         tally = Tally()
         steps: list[dict[str, float]] = []
         for index, part in enumerate(batches):
+            objective = Objective(
+                state.config.loss,
+                state.loss_fn,
+                device=state.ranks.device,
+                tally=tally,
+                version=self.version,
+                is_first=index == 0,
+            )
             try:
-                accumulate(
-                    state.model,
-                    part,
-                    loss_fn=state.loss_fn,
-                    config=state.config.loss,
-                    ranks=state.ranks,
-                    tally=tally,
-                    version=self.version,
-                    is_first=index == 0,
-                )
+                accumulate(state.model, part, objective, entropy=state.config.loss.needs_entropy, ranks=state.ranks)
                 steps.append(state.optimizer.step())
             finally:
                 state.optimizer.zero_grad()
@@ -154,15 +166,15 @@ class FSDPTrainer:
         metrics = joined(state.ranks.gather(tally.close()))
         metrics["loss/total"] /= len(batches)
         metrics |= {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
-        metrics |= _sizes(batches, state.ranks)
+        metrics |= sizes(batches, state.ranks)
         metrics["trainer/step_seconds"] = time.perf_counter() - start
         return StepResult(version=self.version, metrics=metrics)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
+    def score(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
         """Log-probs of the loss tokens without a step; every rank must give the same number of micro-batches."""
         state = self._awake()
         state.ranks.check_equal("Numbers of micro-batches", [len(micro_batches)])
-        return _score(state, micro_batches, model=model)
+        return _scored(state, micro_batches, model)
 
     def shards(self) -> Iterator[Shard]:
         """The weights as this rank holds them, in the type that the forward pass uses; no communication."""
@@ -187,10 +199,10 @@ class FSDPTrainer:
         state.model.reshard()
         if state.writer is None:
             state.writer = CheckpointWriter(state.ranks)
+        blocks = state_blocks(state.model.lm, state.optimizer, state.ranks)
         state.writer.begin(
             Path(path),
-            model=state.model.lm,
-            optimizer=state.optimizer,
+            (block for block, is_ours in blocks if is_ours),
             progress=Progress(version=self.version, optimizer_steps=state.optimizer.num_steps),
             device=state.ranks.device,
         )
@@ -218,7 +230,8 @@ class FSDPTrainer:
         """
         state = self._awake()
         state.model.reshard()
-        progress = load_checkpoint(Path(path), model=state.model.lm, optimizer=state.optimizer, ranks=state.ranks)
+        blocks = state_blocks(state.model.lm, state.optimizer, state.ranks)
+        progress = load_checkpoint(Path(path), (block for block, _ in blocks), ranks=state.ranks)
         self.version = progress.version
         state.optimizer.num_steps = progress.optimizer_steps
 
@@ -228,18 +241,18 @@ class FSDPTrainer:
         dtype = getattr(torch, state.config.dtype)
         export_model(path, state.model.lm, source=self._model_path, dtype=dtype, ranks=state.ranks)
 
-    def sleep(self) -> None:
-        """Free the GPU: weights and moments go to host memory. On a CPU they are there already and nothing moves."""
+    def sleep(self, *, keep: frozenset[Literal["weights"]] = frozenset()) -> None:
+        """Free the GPU: moments, and weights unless they are to be kept, go to host memory. On a CPU nothing moves."""
         state = self._awake()
         state.optimizer.zero_grad()
-        self._move(torch.device("cpu"))
+        self._move(torch.device("cpu"), weights="weights" not in keep)
         state.is_asleep = True
 
     def wake(self) -> None:
         """Back onto the device; without effect when awake."""
         state = self._ready()
         if state.is_asleep:
-            self._move(state.ranks.device)
+            self._move(state.ranks.device, weights=True)
             state.is_asleep = False
 
     def close(self) -> None:
@@ -261,25 +274,14 @@ class FSDPTrainer:
         shard_model(model, init_device_mesh(ranks.device.type, (ranks.count,)), config)
         return model.to(ranks.device)  # buffers of modules that hold no parameter
 
-    def _agree(self, batches: Sequence[Batch]) -> bool:
-        """Check the batches against model, configuration and the other ranks; does some rank lack reference scores?"""
-        state = self._awake()
-        _check_batches(batches, vocab_size=state.model.vocab_size, config=state.config)
-        counts = [len(batch.micro_batches) for batch in batches]
-        totals = [n for batch in batches for n in (batch.totals.num_episodes, batch.totals.num_loss_tokens)]
-        state.ranks.check_equal("Numbers of micro-batches (one an optimizer step)", counts)
-        state.ranks.check_equal("Totals of the batch (episodes, loss tokens)", totals)
-        lacks = any(m.ref_logprobs is None and m.loss_mask.any() for batch in batches for m in batch.micro_batches)
-        (some_lack,) = state.ranks.max([float(lacks)])
-        return some_lack > 0
-
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device, *, weights: bool) -> None:
         state = self._ready()
         if state.ranks.device.type == "cpu":
             return
-        state.model.to(device)
-        if state.reference is not None:
-            state.reference.to(device)
+        if weights:
+            state.model.to(device)
+            if state.reference is not None:
+                state.reference.to(device)
         state.optimizer.move_state(device)
         torch.cuda.empty_cache()
 
@@ -295,54 +297,8 @@ class FSDPTrainer:
         return state
 
 
-def _check_batches(batches: Sequence[Batch], *, vocab_size: int, config: TrainConfig) -> None:
-    if not batches or not all(batch.micro_batches for batch in batches):
-        raise BatchError("There is nothing to train: a batch has no micro-batches.")
-    for batch in batches:
-        if batch.normalization != config.loss.normalization:
-            raise ConfigError(
-                f'The batch was weighted for normalization "{batch.normalization}" but `loss.normalization` is '
-                f'"{config.loss.normalization}". Pass the configured one to make_batch.'
-            )
-        for micro_batch in batch.micro_batches:
-            low, high = int(micro_batch.tokens.min()), int(micro_batch.tokens.max())
-            if low < 0 or high >= vocab_size:
-                index = int(np.argmax((micro_batch.tokens < 0) | (micro_batch.tokens >= vocab_size)))
-                raise BatchError(
-                    f"Token {int(micro_batch.tokens[index])} of {micro_batch.where(index)} lies outside the model's "
-                    f"vocabulary of {vocab_size}. Trainer and tokenizer must come from the same model folder."
-                )
-
-
-def _with_scores(batches: Sequence[Batch], state: _State, some_lack_reference: bool) -> list[Batch]:
-    """Fill in the log-probs of the reference, and the trainer's own where later steps will need them."""
-    loss = state.config.loss
-    scored = list(batches)
-    if loss.needs_reference and some_lack_reference:
-        scored = [_filled(batch, state, model="reference", column="ref_logprobs") for batch in scored]
-    if loss.old_logprobs == "trainer" and len(batches) > 1:
-        scored = [_filled(batch, state, model="policy", column="old_logprobs") for batch in scored]
-    return scored
-
-
-def _filled(batch: Batch, state: _State, *, model: ModelName, column: str) -> Batch:
-    scores = _score(state, batch.micro_batches, model=model)
-    filled = (replace(m, **{column: s}) for m, s in zip(batch.micro_batches, scores, strict=True))
-    return replace(batch, micro_batches=tuple(filled))
-
-
-def _score(state: _State, micro_batches: Sequence[MicroBatch], *, model: ModelName) -> list[np.ndarray]:
+def _scored(state: _State, micro_batches: Sequence[MicroBatch], model: ModelName) -> list[np.ndarray]:
     chosen = state.model if model == "policy" else state.reference
     if chosen is None:
-        raise ConfigError("There is no reference model: it is held only while `loss.kl_coef` is above 0.")
+        raise SettingError("There is no reference model: it is held only while `loss.kl_coef` is above 0.")
     return score_micro_batches(chosen, micro_batches, state.ranks.device)
-
-
-def _sizes(batches: Sequence[Batch], ranks: Ranks) -> dict[str, float]:
-    (tokens,) = ranks.sum([float(sum(m.num_tokens for b in batches for m in b.micro_batches))])
-    return {
-        "batch/episodes": float(sum(batch.totals.num_episodes for batch in batches)),
-        "batch/loss_tokens": float(sum(batch.totals.num_loss_tokens for batch in batches)),
-        "batch/tokens": tokens,
-        "batch/micro_batches": float(sum(len(batch.micro_batches) for batch in batches)),
-    }

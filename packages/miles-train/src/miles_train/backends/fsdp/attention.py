@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from miles_train.errors import UnsupportedModel
-
-from .rows import PackedRows
+from miles_train.step.rows import PackedRows
 
 ATTENTION_NAME = "miles_packed"
 

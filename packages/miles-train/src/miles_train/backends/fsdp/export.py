@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .folders import fresh_partial, replace_folder
+from miles_train.checkpoint.folders import fresh_partial, replace_folder
+from miles_train.ranks import Ranks
+
 from .model import no_progress_bars
-from .ranks import Ranks
 
 TOKENIZER_FILES = (
     "tokenizer*",

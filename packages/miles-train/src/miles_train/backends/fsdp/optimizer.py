@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from miles_train.config import OptimizerConfig, ScheduleConfig
 from miles_train.errors import NumericsError
+from miles_train.ranks import Ranks
 from miles_train.schedule import check_schedule, lr_factor
 
-from .ranks import Ranks
+if TYPE_CHECKING:
+    from miles_train.config import OptimizerConfig, ScheduleConfig
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, are written while training goes on, and load on any number of ranks.
+"""Checkpoints that are complete or absent, written while training goes on; whichever backend holds the tensors.
 
 begin ─▶ copy to host memory ─▶ training goes on
                 └─▶ thread: <path>.partial/rank-N.safetensors ─▶ all ranks done ─▶ trainer.json ─▶ rename ─▶ <path>/
@@ -11,7 +11,7 @@ import errno
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from miles_tito.shared.files import write_atomic
+from torch import Tensor
 
 from miles_train.errors import CheckpointError
+from miles_train.ranks import Ranks
 
-from .block_file import Block, BlockFile, file_bytes, write_blocks
-from .folders import fresh_partial, replace_folder, write_synced
-from .optimizer import Optimizer
-from .ranks import Ranks
-from .shards import Box, block_of
+from .block_file import Block, file_bytes, write_blocks
+from .folders import fresh_partial, replace_folder
 
 MANIFEST = "trainer.json"
 FORMAT = 1
@@ -58,18 +57,22 @@ class CheckpointWriter:
         self._path: Path | None = None
         self._write: Future[None] | None = None
 
-    def begin(self, path: Path, *, model: nn.Module, optimizer: Optimizer, progress: Progress, device: Any) -> None:
+    def begin(self, path: Path, blocks: Iterable[Block], *, progress: Progress, device: torch.device) -> None:
         """Copy everything to host memory and start to write it.
+
+        Args:
+            blocks: what this rank is to write, in whatever memory; over all ranks they tile each tensor.
+            device: the rank's own, whose random state is kept as well.
 
         Raises:
             CheckpointError: the checkpoint begun before has not been finished.
         """
         if self._write is not None:
             raise CheckpointError(f"The checkpoint {self._path} is still open; call finish_save() before the next one.")
-        blocks = self._copy(model, optimizer, device)
+        copies = self._copy(blocks, device)
         extra = {"random": _random_states()}
         self._path = path
-        self._write = self._pool.submit(self._write_all, path, blocks, extra, progress)
+        self._write = self._pool.submit(self._write_all, path, copies, extra, progress)
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun is durable; without effect where none was.
@@ -86,17 +89,13 @@ class CheckpointWriter:
         self._pool.shutdown()
         self._ranks.close()
 
-    def _copy(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> list[Block]:
-        blocks: list[Block] = []
-        for name, tensor in named_tensors(model, optimizer):
-            box, block, is_shared = block_of(tensor, rank=self._ranks.rank, ranks=self._ranks.count)
-            if block.numel() and (self._ranks.rank == 0 or not is_shared):
-                blocks.append(Block(name, tuple(tensor.shape), box, self._host_copy(name, block)))
+    def _copy(self, blocks: Iterable[Block], device: torch.device) -> list[Block]:
+        copies = [block._replace(tensor=self._host_copy(block.name, block.tensor)) for block in blocks]
         for name, tensor in _torch_random_states(device).items():
-            blocks.append(Block(name, tuple(tensor.shape), ((0, len(tensor)),), tensor))
+            copies.append(Block(name, tuple(tensor.shape), ((0, len(tensor)),), tensor))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return blocks
+        return copies
 
     def _host_copy(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._copies:
@@ -123,7 +122,7 @@ class CheckpointWriter:
                     "optimizer_steps": progress.optimizer_steps,
                     "files": {f"rank-{rank}.safetensors": size for rank, size in enumerate(sizes)},
                 }
-                write_synced(partial / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+                write_atomic(partial / MANIFEST, json.dumps(manifest, indent=2) + "\n", durable=True)
                 replace_folder(partial, path)
 
         try:
@@ -156,44 +155,6 @@ class CheckpointWriter:
         return [value for value, _ in answers]
 
 
-def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Progress:
-    """Read a checkpoint into the model and the optimizer; it may come from another number of ranks.
-
-    Raises:
-        CheckpointError: it is absent, incomplete, or of another model; nothing has been changed.
-    """
-    progress, names = _read_manifest(path)
-    files = [BlockFile(path / name) for name in names]
-    wanted = dict(named_tensors(model, optimizer))
-    stored = {name: shape for file in files for name, shape in file.shapes().items()}
-    _check_tensors(wanted, stored, path)
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            box, block, _ = block_of(tensor, rank=ranks.rank, ranks=ranks.count)
-            _fill(block, name, box, files)
-    if ranks.rank < len(files):  # a rank that the checkpoint has no state for keeps its own
-        _set_random_states(files[ranks.rank], ranks.device)
-    return progress
-
-
-def named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Everything that training changes, and the persistent buffers."""
-    for name, parameter in model.named_parameters():
-        yield f"model.{name}", parameter.detach()
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield f"model.{name}", buffer
-    for name, tensor in optimizer.named_state():
-        yield f"optimizer.{name}", tensor
-
-
-def _fill(block: Tensor, name: str, box: Box, files: list[BlockFile]) -> None:
-    found = sum(file.copy_into(block, name, box) for file in files) if block.numel() else 0
-    if found != block.numel():
-        raise CheckpointError(f"The checkpoint holds {found} of the {block.numel()} values of {name} at {box}.")
-
-
 def _random_states() -> dict[str, Any]:
     """The generators of Python and numpy, for losses that draw from them."""
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -205,56 +166,6 @@ def _torch_random_states(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         states["random.cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _set_random_states(file: BlockFile, device: torch.device) -> None:
-    version, keys, gauss = file.extra["random"]["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(file.extra["random"]["numpy"]))
-    if (cpu := file.get("random.cpu")) is not None:
-        torch.set_rng_state(cpu)
-    if device.type == "cuda" and (cuda := file.get("random.cuda")) is not None:
-        torch.cuda.set_rng_state(cuda, device)
-
-
-def _read_manifest(path: Path) -> tuple[Progress, list[str]]:
-    if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {path}.")
-    try:
-        known = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        kind, files = known["format"], known["files"]
-        progress = Progress(version=known["version"], optimizer_steps=known["optimizer_steps"])
-        sizes = {name: (path / name).stat().st_size for name in files}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"The checkpoint {path} is incomplete: {MANIFEST} or a file that it lists cannot be read ({error}). Load "
-            "an older one."
-        ) from error
-    if kind != FORMAT:
-        raise CheckpointError(
-            f"The checkpoint {path} has format {kind}; this version of miles-train reads format {FORMAT}."
-        )
-    for name, size in files.items():
-        if sizes[name] != size:
-            raise CheckpointError(
-                f"The checkpoint {path} is incomplete: {name} has {sizes[name]:,} bytes of {size:,}. Load an older one."
-            )
-    return progress, list(files)
-
-
-def _check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    stored = {name for name in found if not name.startswith("random.")}
-    missing, extra = sorted(wanted.keys() - stored), sorted(stored - wanted.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"The checkpoint {path} is of another model: it lacks {len(missing)} tensors (first {missing[:2]}) and has "
-            f"{len(extra)} that this model lacks (first {extra[:2]})."
-        )
-    for name, tensor in wanted.items():
-        if found[name] != tuple(tensor.shape):
-            raise CheckpointError(
-                f"The checkpoint {path} is of another model: {name} has shape {found[name]}, not {tuple(tensor.shape)}."
-            )
 
 
 def _existing(path: Path) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
+
+from miles_tito.shared.files import sync
 
 
 def fresh_partial(path: Path) -> Path:
@@ -22,23 +23,5 @@ def replace_folder(new: Path, path: Path) -> None:
     if path.exists():
         path.rename(old)
     new.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file, durable with its name when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from miles_tito.shared.ports import free_port
 
-from miles_train.errors import BatchError, RankError
+from .errors import BatchError, RankError
 
 _TWIN_TIMEOUT = timedelta(hours=1)
 """A rank may wait this long for one whose disk is slower; a rank that has died is noticed at once."""
@@ -129,10 +129,3 @@ def join(
         device_id=device if device.type == "cuda" else None,
     )
     return Ranks(rank=rank, count=count, device=device, group=dist.group.WORLD, owned=True)
-
-
-def free_port() -> int:
-    """A TCP port of this host that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

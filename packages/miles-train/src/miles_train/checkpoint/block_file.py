@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .shards import Box
+from miles_train.trainer import Box
 
 _NAMES = {
     torch.float64: "F64",
@@ -36,7 +36,7 @@ _CHUNK = 64 << 20
 
 
 class Block(NamedTuple):
-    """A part of one tensor, in host memory."""
+    """What one rank holds of one tensor."""
 
     name: str
     global_shape: tuple[int, ...]

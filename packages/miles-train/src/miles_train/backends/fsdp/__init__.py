@@ -1,5 +1,5 @@
 """The FSDP2 backend: any Hugging Face causal language model on one rank or many."""
 
-from .trainer import FSDPTrainer
+from .config import FSDPConfig
 
-__all__ = ["FSDPTrainer"]
+__all__ = ["FSDPConfig"]
