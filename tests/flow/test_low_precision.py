@@ -71,7 +71,7 @@ def test_two_ranks_send_the_bytes_that_they_computed_with(format: str, experts: 
     recipe = Recipe(format=format)
     convert(tmp_path / "trained", tmp_path / "packed", recipe, is_quiet=True)
     packed = ModelFolder(tmp_path / "packed")
-    for name in packed.home:
+    for name in packed.infos:
         if name != "lm_head.weight":
             assert torch.equal(
                 packed.read(name).reshape(-1).view(torch.uint8), sent[name].reshape(-1).view(torch.uint8)

@@ -122,7 +122,7 @@ def test_after_a_push_the_engine_computes_what_the_trainer_computes_with(
         rank.close()
         convert(tmp_path / f"{format}-master", tmp_path / f"{format}-codes", recipe, is_quiet=True)
         codes = ModelFolder(tmp_path / f"{format}-codes")
-        assert differing(digests, {name: codes.read(name) for name in codes.home}) == []
+        assert differing(digests, {name: codes.read(name) for name in codes.infos}) == []
 
         plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         with torch.no_grad():

@@ -69,7 +69,7 @@ def test_a_folder_holds_the_bytes_of_the_format_and_comes_back_as_its_values(for
     dequantize(tmp_path / "packed", tmp_path / "back", dtype=torch.float32, is_quiet=True)
     back = ModelFolder(tmp_path / "back")
     assert back.recipe is None
-    assert set(back.home) == set(tensors)
+    assert set(back.infos) == set(tensors)
     assert all(row.max_error == 0 for row in compare(tmp_path / "packed", tmp_path / "back"))
 
 
@@ -84,13 +84,13 @@ def test_gate_and_up_of_an_expert_share_one_scale_across_files(tmp_path: Path):
     source = write_folder(tmp_path / "source", small_model(experts=2), files=4)
     convert(source, tmp_path / "packed", Recipe(format="nvfp4"), is_quiet=True)
     packed = ModelFolder(tmp_path / "packed")
-    scales = {name: packed.read(name) for name in packed.home if name.endswith("weight_scale_2")}
+    scales = {name: packed.read(name) for name in packed.infos if name.endswith("weight_scale_2")}
     gates = [name for name in scales if "gate_proj" in name]
     assert len(gates) == 4
     for gate in gates:
         assert torch.equal(scales[gate], scales[gate.replace("gate_proj", "up_proj")])
     assert len({float(scale) for scale in scales.values()}) == 8
-    assert not [name for name in packed.home if "self_attn" in name and "scale" in name]
+    assert not [name for name in packed.infos if "self_attn" in name and "scale" in name]
     config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert "model.layers.0.self_attn.q_proj" in config["ignore"]
     assert (tmp_path / "packed" / "hf_quant_config.json").exists()

@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--keep-last-layers", type=int, metavar="N")
     convert.set_defaults(run=_convert)
 
-    dequantize = commands.add_parser("dequantize", help="the way back, to the values that engines compute with")
+    dequantize = commands.add_parser(
+        "dequantize", help="quantised weights back to plain ones: the values that engines compute with"
+    )
     dequantize.add_argument("source")
     dequantize.add_argument("target")
     dequantize.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

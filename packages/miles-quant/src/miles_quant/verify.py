@@ -25,7 +25,7 @@ from .formats.swizzle import swizzle_scales
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRow:
-    """One format over all its cases."""
+    """What `verify_golden` found for one format over all its cases."""
 
     format: str
     num_arrays: int

@@ -63,7 +63,9 @@ class _Values:
         self.packed = PackedFolder(folder) if folder.recipe is not None else None
         matrices = self.packed.names if self.packed else frozenset()
         stored = {part for name in matrices for part in self.packed.parts(name).values()} if self.packed else set()
-        self.names = dict.fromkeys(name for name in folder.home if name not in stored) | dict.fromkeys(sorted(matrices))
+        self.names = dict.fromkeys(name for name in folder.infos if name not in stored) | dict.fromkeys(
+            sorted(matrices)
+        )
 
     def stored(self, name: str) -> dict[str, torch.Tensor] | None:
         """Codes and all scales by suffix; None for what is not quantised."""

@@ -20,7 +20,7 @@ from .safetensors import TensorInfo
 def convert(
     source: str | Path, target: str | Path, recipe: Recipe, *, workers: int = 1, is_quiet: bool = False
 ) -> FolderReport:
-    """Quantise the folder `source` into `target`; an interrupted run is taken up where it stopped.
+    """Quantise the folder `source` into `target`; an interrupted run goes on where it stopped.
 
     Memory is bounded by `workers` times the largest tensor. One worker writes one file.
 
@@ -37,6 +37,8 @@ def convert(
 
 
 class _Quantize(FolderJob):
+    """Every matrix that the recipe picks becomes codes and scales; everything else is copied."""
+
     def __init__(self, source: ModelFolder, recipe: Recipe) -> None:
         shapes = {name: info.shape for name, info in source.infos.items()}
         super().__init__(source, title=f"quantise to {recipe.spec.name}", changed=recipe.select(shapes))
@@ -81,7 +83,7 @@ class _Quantize(FolderJob):
         """The largest value of the tensor and its fused siblings, each read at most twice."""
         largest = self._amax(name, tensor)
         for sibling in siblings(name):
-            if sibling != name and sibling in self.source.home:
+            if sibling != name and sibling in self.source.infos:
                 largest = torch.maximum(largest, self._amax(sibling, None))
         return largest
 

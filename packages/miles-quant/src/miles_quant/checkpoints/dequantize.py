@@ -21,7 +21,7 @@ def dequantize(
     workers: int = 1,
     is_quiet: bool = False,
 ) -> FolderReport:
-    """Write the quantised folder `source` as plain weights of `dtype`; interrupted runs are taken up.
+    """Write the quantised folder `source` as plain weights of `dtype`; an interrupted run goes on where it stopped.
 
     Raises:
         ModelFolderError: `source` is half-written or not quantised, or `target` is something else.
@@ -31,6 +31,8 @@ def dequantize(
 
 
 class _Dequantize(FolderJob):
+    """Codes and scales become one plain matrix, where the codes were; everything else is copied."""
+
     def __init__(self, packed: PackedFolder, dtype: torch.dtype) -> None:
         super().__init__(packed.folder, title=f"dequantise {packed.format.name}", changed=packed.names)
         self._packed, self._dtype = packed, dtype

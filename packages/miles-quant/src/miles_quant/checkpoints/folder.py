@@ -19,7 +19,9 @@ PROGRESS_FILE = "miles_quant.progress.json"
 
 
 class ModelFolder:
-    """A folder for reading, checked when it is opened.
+    """A Hugging Face model folder opened for reading; everything that converts, compares or loads one starts here.
+
+    The whole folder is checked when it is opened. `infos` describes every tensor by name, in the order of the files.
 
     Raises:
         ModelFolderError: no configuration, a file or tensor of the index is missing, a file is half-written, or a
@@ -32,13 +34,13 @@ class ModelFolder:
             raise ModelFolderError(f"A conversion into {path} has not finished; run the same command again first.")
         self.config: dict[str, Any] = self._json("config.json", "it is not a model folder, or it is half-written")
         self.files = {file.path.name: file for file in self._open_files()}
-        self.home: dict[str, TensorFile] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        self._file_of: dict[str, TensorFile] = {}
         for file in self.files.values():
-            for name in file.infos:
-                if name in self.home:
-                    raise ModelFolderError(f"{name} is in {self.home[name].path.name} and in {file.path.name}.")
-                self.home[name] = file
-        self.infos: dict[str, TensorInfo] = {name: file.infos[name] for name, file in self.home.items()}
+            for name, info in file.infos.items():
+                if name in self.infos:
+                    raise ModelFolderError(f"{name} is in {self._file_of[name].path.name} and in {file.path.name}.")
+                self.infos[name], self._file_of[name] = info, file
 
     @property
     def num_layers(self) -> int | None:
@@ -64,7 +66,7 @@ class ModelFolder:
 
     @property
     def digest(self) -> str:
-        """Changes with any file's size, header or modification time: enough to know an interrupted job's source."""
+        """SHA-256 of every file's size, header and modification time; interrupted jobs know their source by it."""
         known = hashlib.sha256()
         for name, file in sorted(self.files.items()):
             status = file.path.stat()
@@ -72,7 +74,8 @@ class ModelFolder:
         return known.hexdigest()
 
     def read(self, name: str) -> torch.Tensor:
-        return self.home[name].read(name)
+        """One tensor, in memory of its own."""
+        return self._file_of[name].read(name)
 
     def _open_files(self) -> list[TensorFile]:
         if not (self.path / INDEX_FILE).exists():

@@ -1,4 +1,4 @@
-"""Folder to folder, tensor by tensor, resumable: what conversion and its way back have in common.
+"""One model folder made from another, tensor by tensor, resumable: the frame of `convert` and `dequantize`.
 
     source file ─ read one tensor ─ transform ─ append to target file.partial ─┐   one thread a file,
                         ▲                                                      │   `workers` at a time
@@ -35,7 +35,7 @@ _REPLACED = {"config.json", INDEX_FILE, RECIPE_FILE, MODELOPT_FILE, PROGRESS_FIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderReport:
-    """What a job wrote."""
+    """What a conversion wrote, in numbers."""
 
     path: Path
     num_tensors: int
@@ -52,7 +52,10 @@ _Plan = dict[str, dict[str, TensorInfo]]
 
 
 class FolderJob(ABC):
-    """One transformation of every tensor of a folder; subclasses say what a tensor becomes."""
+    """Writes a model folder from another one; a subclass says what each tensor becomes.
+
+    `convert` and `dequantize` make one and call `run` once.
+    """
 
     def __init__(self, source: ModelFolder, *, title: str, changed: frozenset[str]) -> None:
         self.source = source
@@ -73,7 +76,7 @@ class FolderJob(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What an interrupted run must have been about to be taken up."""
+        """What is recorded beside the unfinished target: only a run with the same record goes on with it."""
 
     def run(self, target: str | Path, *, workers: int = 1, is_quiet: bool = False) -> FolderReport:
         """Write the folder `target`, or the rest of it.
@@ -93,7 +96,7 @@ class FolderJob(ABC):
 
     def _run(self, target: Path, *, workers: int, is_quiet: bool) -> FolderReport:
         plans = {file: self._plan(file) for file in self.source.files}
-        self._claim(target)
+        self._begin(target)
         total = sum(info.num_bytes for plan in plans.values() for info in _flat(plan).values())
         progress = ProgressLine(self._title, total=total, is_quiet=is_quiet)
         threads = torch.get_num_threads()
@@ -108,7 +111,7 @@ class FolderJob(ABC):
         self._finish(target, plans, total)
         return FolderReport(
             path=target,
-            num_tensors=len(self.source.home),
+            num_tensors=len(self.source.infos),
             num_changed=len(self.changed),
             source_bytes=sum(info.num_bytes for info in self.source.infos.values()),
             target_bytes=total,
@@ -118,7 +121,8 @@ class FolderJob(ABC):
     def _plan(self, file: str) -> _Plan:
         return {name: self.targets(name) for name in self.source.files[file].infos}
 
-    def _claim(self, target: Path) -> None:
+    def _begin(self, target: Path) -> None:
+        """Make the target with its progress file, or check that the one there is of this job."""
         mine = {"source": str(self.source.path.resolve()), "digest": self.source.digest, **self.identity()}
         progress = target / PROGRESS_FILE
         if progress.exists():

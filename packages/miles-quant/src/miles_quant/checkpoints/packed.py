@@ -13,7 +13,9 @@ from .safetensors import TensorInfo
 
 
 class PackedFolder:
-    """A quantised folder's matrices by the name that their weight had (`x.weight`).
+    """The quantised matrices of a folder, by the name that their weight had (`x.weight`).
+
+    `dequantize`, `compare` and `load_packed` read codes and scales through it.
 
     Raises:
         ModelFolderError: the folder is not quantised, or a matrix lacks some of its tensors.
@@ -27,7 +29,7 @@ class PackedFolder:
         self.names = find_packed(self.format, folder.infos)
         if not self.names:
             raise ModelFolderError(
-                f"{folder.path} is said to be quantised to {self.format.name}, and none of its {len(folder.home)} "
+                f"{folder.path} is said to be quantised to {self.format.name}, and none of its {len(folder.infos)} "
                 f"tensors is: no name ends in .{self.format.parts[1].suffix}."
             )
 

@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What a header says of one tensor."""
+    """Type and shape of one stored tensor, as a header says it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class TensorInfo:
 
 
 class TensorFile:
-    """A safetensors file for reading, checked as a whole when it is opened.
+    """A safetensors file opened for reading; header and size are checked when it is opened.
 
     Raises:
         ModelFolderError: the file is shorter or longer than its header says, or not a safetensors file.
@@ -106,7 +106,7 @@ class TensorFile:
 class TensorWriter:
     """A safetensors file written tensor by tensor into `path.partial`, which becomes `path` when it is complete.
 
-    A `.partial` file with the same header is taken up where it stopped: `done` tells how many tensors it holds.
+    A `.partial` file with the same header is continued: `done` counts the tensors that it holds already.
 
     Args:
         infos: every tensor of the file, in the order in which they will be written.
@@ -120,7 +120,7 @@ class TensorWriter:
         self._ends = [len(header)]
         for info in infos.values():
             self._ends.append(self._ends[-1] + info.num_bytes)
-        self.done = self._take_up(header)
+        self.done = self._open(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor."""
@@ -139,8 +139,8 @@ class TensorWriter:
             publish(self._file, self.path)
         self._file.close()
 
-    def _take_up(self, header: bytes) -> int:
-        """Open the partial file behind its last whole tensor, or a new one behind its header."""
+    def _open(self, header: bytes) -> int:
+        """Open the partial file after its last whole tensor, or a new one after its header; whole tensors counted."""
         partial = partial_of(self.path)
         self._file = partial.open("r+b" if partial.exists() else "w+b")
         if self._file.read(len(header)) != header:

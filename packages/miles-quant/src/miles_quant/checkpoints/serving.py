@@ -1,4 +1,4 @@
-"""From the folder of master weights to the folder that an engine loads."""
+"""The folder that an engine loads, made from the folder of master weights."""
 
 from __future__ import annotations
 

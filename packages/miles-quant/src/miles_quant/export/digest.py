@@ -16,7 +16,7 @@ from .shards import Box, PackedShard
 
 
 class Digest(NamedTuple):
-    """What a block of a stored tensor must hash to."""
+    """The SHA-256 of one block of a stored tensor, from the rank that sent it."""
 
     name: str
     dtype: str

@@ -25,6 +25,8 @@ ReduceMax = Callable[[dict[str, float]], Mapping[str, float]]
 
 
 class ShardLike(Protocol):
+    """What a trainer holds of one tensor; any object with these attributes will do."""
+
     @property
     def name(self) -> str: ...
     @property
@@ -38,7 +40,7 @@ class ShardLike(Protocol):
 
 
 class PackedShard(NamedTuple):
-    """One rank's block of a stored tensor."""
+    """One rank's block of a tensor as it is stored: codes, scales, or a tensor that is not quantised."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -87,7 +89,7 @@ def largest_over_ranks(local: dict[str, float]) -> dict[str, float]:
 
 
 def check_boxes(shards: Iterable[ShardLike], recipe: Recipe) -> None:
-    """Can this rank quantise what it holds? Worth asking before training starts.
+    """Check that this rank can quantise what it holds; call it before training starts.
 
     Raises:
         QuantError: a box cuts a block; the nearest aligned box is named.

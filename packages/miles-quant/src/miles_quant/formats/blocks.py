@@ -1,4 +1,4 @@
-"""Matrices as a grid of blocks."""
+"""A matrix cut into the blocks that share a scale, and put together again."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ SHORT_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatName:
-    """A format's name, taken apart."""
+    """The parts of a format's name; `parse_name` makes it. Enough for a configuration, which needs no torch."""
 
     family: str
     """`fp8`, `mxfp8`, `mxfp4`, `nvfp4` or `int4`."""

@@ -1,4 +1,4 @@
-"""Small number types on bits: E4M3, E2M1, E8M0, and nibbles in bytes.
+"""Conversions between float32 and the small types E4M3, E2M1 and E8M0, bit for bit; FP4 codes packed in bytes.
 
 Rounding is to nearest, ties to even, and saturates. NaN stays NaN where the type has one (E4M3 0x7F, E8M0 0xFF); E2M1
 has none, so NaN takes code 0 there and the block's scale carries it.

@@ -1,4 +1,4 @@
-"""From a name to its format."""
+"""The format that a name stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every format answers for; each lives in a file of its own beside this one.
+"""The interface of a number format; each format has a file of its own beside this one.
 
 A format is a pure function from a matrix to the bytes that are stored. Everything else in the package is that function
 applied somewhere: converter and exporter write its bytes, fake quantisation reads them back, checks compare them.
@@ -70,7 +70,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A number format and its scale rule, bit for bit.
+    """A number format with its scale rule: the one definition of every byte. `get_format` makes it from a name.
 
     `quantize` is defined for every input: NaN and Inf go through the arithmetic as written in each file. Weights that
     hold them are refused where they enter a checkpoint or an engine (`round_to_source`).

@@ -1,4 +1,4 @@
-"""The 128x4 interleave in which Blackwell's block-scaled GEMMs read their scales. Checkpoints stay unswizzled."""
+"""The order in which Blackwell's block-scaled GEMMs read scales: tiles of 128x4. Checkpoints are not in this order."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _X86 = {
 
 
 def sources_digest(folder: Path) -> str:
-    """Of the sources in `folder`; the library carries that of the sources it was made of."""
+    """SHA-256 of the C++ sources in `folder`; a library carries that of its own, so that an outdated one is noticed."""
     known = hashlib.sha256()
     for name in SOURCES:
         known.update((folder / name).read_bytes())

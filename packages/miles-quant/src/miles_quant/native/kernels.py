@@ -1,4 +1,4 @@
-"""Formats through the compiled kernels: the same bytes as the torch code of each format, or None where they have none.
+"""Calls the compiled kernels: the same bytes as the torch code of each format, or None where there is no kernel.
 
 Kernels take whole blocks of contiguous bfloat16 or float32 on the CPU, for the rules that engines use.
 """

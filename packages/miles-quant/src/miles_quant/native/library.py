@@ -18,7 +18,7 @@ _log = logging.getLogger("miles_quant")
 
 
 class Kernels(ctypes.Structure):
-    """`struct Kernels` of kernels.h."""
+    """The functions of the compiled library for one instruction set: `struct Kernels` of kernels.h."""
 
     _fields_ = [
         ("row_amax", CFUNCTYPE(None, c_void_p, c_int, c_void_p, c_int64, c_int64)),
@@ -44,7 +44,7 @@ _forced: list[str] = []
 
 
 def find_kernels() -> Kernels | None:
-    """The table for this machine; None where torch has to do it, which is said once."""
+    """The functions for this machine; None where torch computes formats instead, which is logged once."""
     if _forced:
         return None if _forced[-1] == "torch" else _table(_forced[-1])
     return _table("")
@@ -52,7 +52,10 @@ def find_kernels() -> Kernels | None:
 
 @contextmanager
 def using(isa: str) -> Iterator[None]:
-    """Within the block: `avx512`, `avx2`, `portable`, or `torch` for no kernels at all. Of the whole process.
+    """Use the kernels of one instruction set within a `with` block, in the whole process; for tests and benchmarks.
+
+    Args:
+        isa: `avx512`, `avx2`, `portable`, or `torch` for no kernels at all.
 
     Raises:
         QuantError: the library is not there, or the machine does not run that instruction set.

@@ -42,7 +42,7 @@ def expert_matrices(name: str, module: Any) -> Iterator[tuple[str, torch.Tensor]
 
 
 class QuantExperts(nn.Module):
-    """Mixed into the class of fused experts: the same parameters, another forward pass."""
+    """Fused experts whose forward pass computes with quantised values; `prepare_model` mixes it into their class."""
 
     scheme: Scheme
     is_gate_up_quantized: bool

@@ -4,8 +4,8 @@
     FP8, 1x128 times 128x128 or 1x128      9.0, where cuBLAS has them
     MXFP8, NVFP4                           10.0 or later; scales swizzled, NVFP4's outer scales multiplied in afterwards
 
-The emulation is the oracle: a kind of product is used on a device after it agreed with it there. Where it does not, or
-torch refuses, the emulation goes on and that is said once.
+Before a kind of product is used on a device, it is compared there with the emulation. Where it differs, or torch
+refuses it, the emulation is used instead, which is logged once.
 """
 
 from __future__ import annotations

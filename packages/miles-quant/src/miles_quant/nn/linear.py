@@ -1,4 +1,4 @@
-"""A linear layer that trains a master weight through what the engine will hold of it."""
+"""A linear layer that trains a master weight on the values that the engine will hold."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .matmul import Scheme, train_linear
 
 
 class QuantLinear(nn.Linear):
-    """`nn.Linear` whose forward pass sees codes and scales; the parameter itself stays in full precision.
+    """`nn.Linear` whose forward pass computes with quantised values; its parameter stays in full precision.
 
-    Made from a Linear in place, so that parameter names, ties, hooks and optimizers that hold them stay as they are.
+    `prepare_model` turns Linears into it in place, so parameter names, ties, hooks and optimizers stay as they are.
     """
 
     scheme: Scheme

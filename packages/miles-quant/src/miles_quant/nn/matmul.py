@@ -24,7 +24,7 @@ from . import hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How the two operands of a linear layer are quantised."""
+    """How the two operands of a linear layer are quantised; `prepare_model` and `load_packed` make it from a recipe."""
 
     weight: Format
     activation: Format | None
@@ -113,6 +113,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _ThreeProducts(torch.autograd.Function):
+    """MXFP8: forward product and both gradients on operands quantised along the dimension that is summed over."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         ctx.save_for_backward(x, weight)

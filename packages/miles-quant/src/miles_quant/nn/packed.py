@@ -18,7 +18,10 @@ from .prepare import named_matrices, scheme_of
 
 
 class PackedLinear(nn.Module):
-    """A linear layer without a weight: codes and scales as buffers, by their names in checkpoints."""
+    """A linear layer that holds codes and scales alone, as buffers under their names in checkpoints.
+
+    `load_packed` puts it in the place of each quantised Linear.
+    """
 
     def __init__(self, stored: dict[str, torch.Tensor], scheme: Scheme, *, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Experts as single layers, quantised or not, under the names that checkpoints give them."""
+    """Experts as single layers, quantised or not, under their names in checkpoints; made by `load_packed`."""
 
     def __init__(self, experts: list[dict[str, nn.Module]], act_fn: Any) -> None:
         super().__init__()
@@ -67,12 +70,12 @@ def load_packed(model: nn.Module, folder: str | Path) -> nn.Module:
     packed = PackedFolder(ModelFolder(folder))
     scheme = scheme_of(packed.recipe)
     matrices = named_matrices(model)
-    for name in packed.folder.home:
+    for name in packed.folder.infos:
         if name in matrices and name not in packed.names:
             with torch.no_grad():
                 matrices[name].copy_(packed.folder.read(name))
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    absent = sorted(set(matrices) - set(packed.folder.home) - packed.names - tied)
+    absent = sorted(set(matrices) - set(packed.folder.infos) - packed.names - tied)
     if absent or not packed.names <= set(matrices):
         extra = sorted(packed.names - set(matrices))
         raise ModelFolderError(f"{folder} is of another model: it lacks {absent[:3]} and brings {extra[:3]}.")

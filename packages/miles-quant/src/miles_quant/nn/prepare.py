@@ -15,7 +15,7 @@ from .matmul import Scheme
 
 
 def prepare_model(model: nn.Module, recipe: Recipe) -> frozenset[str]:
-    """Let every matrix that the recipe quantises be seen, in the forward pass, as the engine will hold it.
+    """Make the forward pass compute with every matrix that the recipe quantises as the engine will hold it.
 
     Modules change in place, before the model is sharded; parameters and their names stay. What this changes, the
     converter and the exporter quantise under the same names, because all three ask the same recipe.
@@ -49,7 +49,7 @@ def prepare_model(model: nn.Module, recipe: Recipe) -> frozenset[str]:
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """Both operands' formats."""
+    """The formats of both operands that a recipe asks for."""
     activation = recipe.spec.activation if recipe.quantize_activations else None
     return Scheme(weight=recipe.spec, activation=activation, source_dtype=getattr(torch, recipe.source_dtype))
 

@@ -36,7 +36,7 @@ ALWAYS_KEPT = (
 layer to the model, the weights of a sparse-attention indexer, and vision towers."""
 
 EXPERTS = (".experts.",)
-"""What NVFP4 touches unless told otherwise: routed experts."""
+"""The only names that NVFP4 quantises where `only` is unset: routed experts."""
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -49,7 +49,10 @@ format has a scale of the whole tensor."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One format for every linear weight, except what is kept."""
+    """Which matrices of a model are quantised, and to which format.
+
+    Everything asks the same recipe: the converter, the training forward pass, the export of weights, the checks.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -88,7 +91,7 @@ class Recipe:
             raise QuantError(f"{kept} layers are kept of {self.num_layers}: none would be quantised.")
 
     def _check_kinds(self) -> None:
-        """Types are not checked for whoever reads a recipe from a file: a string for a list would be its letters."""
+        """A recipe read from a file may hold anything; a string in place of a list would be read as its letters."""
         for name in ("only", "keep_bf16"):
             value: object = getattr(self, name)
             strings = isinstance(value, (tuple, list)) and all(isinstance(part, str) and part for part in value)
