@@ -1,4 +1,4 @@
-"""A thin OpenAI chat client for agents: one call a turn, and errors that say whose fault they are."""
+"""A thin OpenAI chat client for agents: one call a turn; a full context and a broken server are different errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY_HEADER = "x-stainless-retry-count"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One answer of the model."""
+    """One answer of the model, as `ChatClient.complete` returns it."""
 
     message: Message
     """As it goes back into the conversation: role, content, tool calls, reasoning."""
@@ -71,7 +71,7 @@ def connection_pool(*, timeout_s: float = 600.0) -> ConnectionPool:
 
 
 class ChatClient:
-    """Talks to the session that `policy` describes.
+    """Calls the model through the session of one episode; an agent makes one from the `policy` that it is given.
 
     ```python
     async with ChatClient(policy) as chat:

@@ -25,7 +25,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Which column holds what."""
+    """Which columns of a row become the parts of its prompt; an argument of every reader."""
 
     prompt: str | None = None
     """Text or messages; None takes `messages` or else `prompt`."""

@@ -1,4 +1,5 @@
-"""Servers that environments depend on: sandboxes, browsers, verifiers, tools. Dead ones leave rotation and may return.
+"""A pool of servers that an environment depends on: sandboxes, browsers, verifiers, tools. Dead ones get no calls until
+they pass a probe again.
 
 ```
              failure        `dead_after` failures in a row         probe passes      prepare passes
@@ -30,14 +31,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Check = Callable[[str], Awaitable[None]]
-"""Something that one endpoint, by its url, has to pass; what it raises says why it did not."""
+"""An async function of an endpoint's url that raises when the endpoint does not pass."""
 
 FAILURES = (EndpointError, aiohttp.ClientError, OSError, TimeoutError)
-"""What says that an endpoint is at fault, and not the call."""
+"""Errors that count against the endpoint; any other is the caller's."""
 
 
 class EndpointState(StrEnum):
-    """What an endpoint is good for."""
+    """Whether an endpoint gets calls."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -53,7 +54,9 @@ class EndpointState(StrEnum):
 
 
 class EndpointPool:
-    """Endpoints of one kind. Make one for each environment, use it from one event loop, and close it.
+    """Sends calls to the least busy of several equal servers, and leaves out those that fail.
+
+    An environment makes one, uses it from one event loop, and closes it.
 
     ```python
     pool = EndpointPool(["http://sandbox-0:8000", "http://sandbox-1:8000"], timeout_s=30)
@@ -159,8 +162,8 @@ class EndpointPool:
                 while not (serving := [e for e in self._endpoints if e.state.is_serving]):
                     await self._revived.wait()
         except TimeoutError as error:
-            told = "; ".join(f"{e.url} ({e.problem})" for e in self._endpoints)
-            raise InfraError(f"No endpoint was healthy for {self._wait_s:g} s: {told}.") from error
+            states = "; ".join(f"{e.url} ({e.problem})" for e in self._endpoints)
+            raise InfraError(f"No endpoint was healthy for {self._wait_s:g} s: {states}.") from error
         chosen = min([e for e in serving if e is not avoid] or serving, key=lambda e: (e.calls, e.chosen))
         self._num_chosen += 1
         chosen.chosen = self._num_chosen
@@ -214,7 +217,7 @@ class EndpointPool:
 
 
 class _Endpoint:
-    """What the pool knows about one endpoint."""
+    """The state of one endpoint in its pool."""
 
     def __init__(self, url: str) -> None:
         self.url = url

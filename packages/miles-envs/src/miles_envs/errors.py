@@ -1,4 +1,4 @@
-"""What can go wrong around an environment, told apart by whose fault it is."""
+"""The errors of an environment: a wrong definition, broken infrastructure, a limit of the policy, a failed grader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ContextExceeded(MilesError, RuntimeError):
 
 
 class EpisodeCancelled(MilesError, RuntimeError):
-    """The run gave the episode up."""
+    """The run cancelled the episode; it ends as `CANCELLED`."""
 
 
 class DeadlineReached(MilesError, RuntimeError):

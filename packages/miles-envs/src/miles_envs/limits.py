@@ -1,4 +1,4 @@
-"""Waiting inside an episode: no longer than its deadline, and not after the run gave it up."""
+"""Awaiting something inside an episode, until the episode's deadline or its cancellation at the latest."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ UNWIND_S = 1.0
 
 
 def check(ctx: Ctx) -> None:
-    """Raise if the episode is over; a deadline goes before a cancellation, which follows it at once.
+    """Raise if the episode is over; the deadline is looked at first, since the run cancels an episode right after it.
 
     Raises:
         DeadlineReached: its time is over.
-        EpisodeCancelled: the run gave it up.
+        EpisodeCancelled: the run cancelled it.
     """
     if ctx.deadline is not None and time.monotonic() >= ctx.deadline:
         raise DeadlineReached(f"Episode {ctx.episode_id} reached its deadline.")
     if ctx.cancelled.is_set():
-        raise EpisodeCancelled(f"Episode {ctx.episode_id} was given up by the run.")
+        raise EpisodeCancelled(f"Episode {ctx.episode_id} was cancelled by the run.")
 
 
 async def bounded(work: Coroutine[Any, Any, T], ctx: Ctx) -> T:

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are needed, or a message with the command that installs them."""
+"""Optional dependencies: imported on first use, or refused with the command that installs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an environment's prompts come from: one source for each split."""
+"""The prompts of an environment, by split."""
 
 from __future__ import annotations
 

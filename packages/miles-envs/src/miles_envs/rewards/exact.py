@@ -1,4 +1,4 @@
-"""The answer is the label, or it is not."""
+"""Reward: the answer equals the label as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Word overlap of answer and label, as in SQuAD (arXiv:1606.05250 §6.1)."""
+"""Reward: word overlap of answer and label, as in SQuAD (arXiv:1606.05250 §6.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""The answer in the last `\boxed{}` is mathematically equal to the label.
+r"""Reward: the answer in the last `\boxed{}` is mathematically equal to the label.
 
 The box is opened in one place only, so nothing can open it twice. Equivalence is decided by math-verify without its
 own timeouts: those need SIGALRM, which threads do not have. The pool's process timeout bounds it instead.

@@ -1,4 +1,4 @@
-"""From a reward callable to a score: run it where it can do no harm, and accept nothing but a finite number.
+"""Calls a reward function safely, and accepts nothing but a finite number.
 
 async def reward   awaited on the event loop, with a timeout
 def reward         called in a process of the pool, which is killed when it takes too long
@@ -34,7 +34,7 @@ Reward = Callable[[Prompt, Sequence[Message]], RewardValue | Awaitable[RewardVal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a grader found: a finite reward."""
+    """The result of grading one episode: a finite reward, and other metrics."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -94,7 +94,7 @@ class Grader:
 
 
 Scorer = Grader
-"""Its name before core and train had scorers too."""
+"""The name it had when core and train had scorers too."""
 
 
 def read_score(value: object, *, sample: str) -> Score:

@@ -1,4 +1,4 @@
-"""The shapes that most tasks have; subclass `MultiTurn` for others."""
+"""Environments for the usual forms of a task; subclass `MultiTurn` for others."""
 
 from .multi_turn import Dialogue, MultiTurn
 from .single_turn import SingleTurn

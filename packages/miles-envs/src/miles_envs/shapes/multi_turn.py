@@ -1,4 +1,4 @@
-"""The frame of every shape: model and environment take turns until one of them ends it, then it is graded.
+"""The base of every shape: model and environment take turns until one of them ends the episode, then it is graded.
 
 begin ─▶ model turn ─▶ reply ─▶ model turn ─▶ reply → no message: GRADED
              │
@@ -33,7 +33,7 @@ from miles_envs.rewards.score import Grader, Reward
 
 @dataclass(slots=True, kw_only=True)
 class Dialogue:
-    """One episode under way."""
+    """The state of one episode while it runs; `MultiTurn` passes it to `begin`, `reply` and `end`."""
 
     prompt: Prompt
     ctx: Ctx
@@ -48,7 +48,10 @@ class Dialogue:
 
 
 class MultiTurn(ABC):
-    """An environment that answers the model. A subclass writes `reply`, and `begin` and `end` where it needs them."""
+    """An environment that answers the model until an end; a subclass writes `reply`, and `begin` and `end` if needed.
+
+    A worker calls `run` once an episode, many of them at a time on one event loop, and `aclose` at the end.
+    """
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class MultiTurn(ABC):
         await self._grader.aclose()
 
     async def _converse(self, dialogue: Dialogue, chat: ChatClient) -> Outcome:
-        """Take turns until the end; whether the policy ended it or ran into a limit."""
+        """Converse until the end: GRADED if the episode came to it, POLICY_LIMIT if a limit came first."""
         try:
             await bounded(self.begin(dialogue), dialogue.ctx)
             for turn in range(1, self._max_turns + 1):

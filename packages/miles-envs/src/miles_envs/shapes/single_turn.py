@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""Tasks of one question and one answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model calls tools, reads their results, and answers."""
+"""Tasks in which the model calls tools, reads their results, and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tools import ToolError, tools_by_name
 
 
 class ToolLoop(MultiTurn):
-    """An episode ends with the first answer that calls no tool.
+    """An environment with tools; an episode ends with the first answer that calls none.
 
     A tool called wrongly answers with the error, so that the model can mend it. Counts `tool_calls` and `tool_errors`.
     """

@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class ToolError(Exception):
-    """The model used a tool wrongly; the text goes back to it."""
+    """A call of a tool failed by the model's fault; `ToolLoop` answers the model with the text."""
 
 
 class Tool:
-    """A function that the model may call.
+    """A Python function that the model may call; `ToolLoop` makes one of each function it is given.
 
     Attributes:
         name: the function's.

@@ -79,7 +79,7 @@ class JsonSum(SingleTurn):
 
 
 async def json_answer_is_label(prompt: Prompt, messages: Sequence[Message]) -> Mapping[str, float]:
-    """1 for exactly the JSON object asked for; `is_json` tells a wrong sum from a wrong form."""
+    """1 for exactly the JSON object asked for; `is_json` is 1 for a wrong sum in the right form too."""
     form = re.fullmatch(r'\{"answer": ?(\d+)\}', answer_of(prompt, messages).strip())
     return {
         "reward": float(form is not None and int(form[1]) == prompt.task["label"]),
@@ -90,7 +90,7 @@ async def json_answer_is_label(prompt: Prompt, messages: Sequence[Message]) -> M
 def sft_conversations(
     *, seed: int = 0, n: int = 4000, use_tool: float = 0.4, bad_call: float = 0.25, bad_copy: float = 0.2
 ) -> Iterator[dict[str, Any]]:
-    """Demonstrations of `ToolSum` for a warm-up, bad on purpose: they show the moves, and leave the task to be learned.
+    """Demonstrations of `ToolSum` for a warm-up, wrong on purpose: they teach the form of a call, not the sums.
 
     Args:
         n: number of conversations.
