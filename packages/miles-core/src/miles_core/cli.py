@@ -29,6 +29,8 @@ settings:
   --dotted.key VALUE    set one key, e.g. --train.optimizer.lr 1e-5; `miles config --docs` lists them all
 """
 
+_QUICKSTART = "watch a tiny model learn to use a tool, in minutes and without a GPU"
+
 Handler = Callable[[argparse.Namespace, list[str]], int]
 
 
@@ -60,57 +62,41 @@ def _guarded(handler: Handler, options: argparse.Namespace, words: list[str]) ->
         return WRONG if isinstance(error, ConfigError) else FAILED
 
 
-def _rl(options: argparse.Namespace, words: list[str]) -> int:
-    return _run(words, "rl", is_dry=options.dry_run)
+def _start(kind: Literal["rl", "sft"], *recipe: str) -> Handler:
+    """The handler that starts a run, or shows its plan."""
 
+    def handler(options: argparse.Namespace, words: list[str]) -> int:
+        from .config import load_config, to_dict
+        from .config.plugins import check_plugins
 
-def _sft(options: argparse.Namespace, words: list[str]) -> int:
-    return _run(words, "sft", is_dry=options.dry_run)
+        loaded = load_config([*recipe, *words], kind=kind)
+        config = loaded.config
+        for warning in loaded.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        sys.path[:0] = loaded.import_paths
+        check_plugins(config, kind, sources=loaded.sources)
+        if options.dry_run:
+            from .run.dry_run import make_plan
 
+            print(make_plan(config, kind))
+            return DONE
+        from .durable import rundir
+        from .run.command import main as run_main
 
-def _quickstart(options: argparse.Namespace, words: list[str]) -> int:
-    return _run(["@", "quickstart", *words], "rl", is_dry=options.dry_run)
+        paths = loaded.import_paths
+        run_dir = rundir.create(
+            Path(config.run.dir), config.run.name, config=to_dict(config), kind=kind, import_paths=paths
+        )
+        return run_main(config, kind, run_dir)
 
-
-def _run(words: list[str], kind: Literal["rl", "sft"], *, is_dry: bool) -> int:
-    from .config.load import load_config
-    from .config.plugins import check_plugins
-
-    loaded = load_config(words, kind=kind)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    sys.path[:0] = loaded.import_paths
-    check_plugins(loaded.config, kind, sources=loaded.sources)
-    if is_dry:
-        from .run.dry_run import make_plan
-
-        print(make_plan(loaded.config, kind))
-        return DONE
-    from .config import to_dict
-    from .durable import rundir
-    from .run.command import main as run_main
-
-    config = loaded.config
-    run_dir = rundir.create(
-        Path(config.run.dir),
-        config.run.name,
-        config=to_dict(config),
-        kind=kind,
-        import_paths=loaded.import_paths,
-    )
-    return run_main(config, kind, run_dir)
+    return handler
 
 
 def _resume(options: argparse.Namespace, words: list[str]) -> int:
     from .run.resume import resume
 
-    return resume(
-        Path(options.run),
-        words,
-        steps=options.steps,
-        more=options.more,
-        accept_changes=options.accept_changes,
-    )
+    accepted = options.accept_changes
+    return resume(Path(options.run), words, steps=options.steps, more=options.more, accept_changes=accepted)
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> int:
@@ -147,7 +133,7 @@ def _report(options: argparse.Namespace, words: list[str]) -> int:
 def _why(options: argparse.Namespace, words: list[str]) -> int:
     from .durable import ledger
 
-    print(ledger.why(_ledger_of(options.run), options.id))
+    print(ledger.why(Path(options.run) / ledger.LEDGER, options.id))
     return DONE
 
 
@@ -156,7 +142,7 @@ def _ledger(options: argparse.Namespace, words: list[str]) -> int:
 
     from .durable import ledger
 
-    path = _ledger_of(options.run)
+    path = Path(options.run) / ledger.LEDGER
     if options.sql is not None:
         columns, rows = ledger.query(path, options.sql)
         print(ledger.to_json(columns, rows) if options.json else ledger.table(columns, rows))
@@ -179,12 +165,6 @@ def _chaos(options: argparse.Namespace, words: list[str]) -> int:
 
         config = load_config(words, kind="rl").config
     return DONE if chaos(options.seed, options.seeds, config, words=words, as_json=options.json) else FAILED
-
-
-def _ledger_of(run: str) -> Path:
-    from .durable.ledger import LEDGER
-
-    return Path(run) / LEDGER
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -231,9 +211,9 @@ def _parser() -> argparse.ArgumentParser:
 
     dry = "resolve and check the configuration, print processes and memory, start nothing"
     for name, handler, text in (
-        ("rl", _rl, "train with reinforcement learning"),
-        ("sft", _sft, "train on given conversations"),
-        ("quickstart", _quickstart, "watch a tiny model learn to use a tool, in minutes and without a GPU"),
+        ("rl", _start("rl"), "train with reinforcement learning"),
+        ("sft", _start("sft"), "train on given conversations"),
+        ("quickstart", _start("rl", "@", "quickstart"), _QUICKSTART),
     ):
         add(name, handler, text).add_argument("--dry-run", action="store_true", help=dry)
     resume = add("resume", _resume, "go on with a run that stopped, killed or finished", takes_settings=True)
