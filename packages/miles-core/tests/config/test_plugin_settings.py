@@ -101,6 +101,10 @@ def test_plugins_are_written_so_that_they_load_back(tmp_path):
     file.write_text(to_toml(config, explain=True), encoding="utf-8")
     assert load_config(["@", str(file)]).config == config
     assert "# grpo, dr_grpo" in file.read_text()
+    loaded = load_config(words)
+    text = to_toml(loaded.config, sources=loaded.sources)
+    assert 'name = "mine:f"  # --rollout.advantage\n' in text
+    assert "scale = 2  # --rollout.advantage.args.scale\n" in text
     assert "| `rollout.advantage` | text \\| {name, args} |" in reference()
     assert type_name(type_at(Config, ("rollout", "advantage", "name"))) == "text"
 

@@ -30,18 +30,21 @@ class Layers:
         """Lay `table` over what is there; tables are merged, everything else is replaced."""
         for name, value in table.items():
             here = (*path, name)
-            self.sources[here] = source
             if isinstance(value, Mapping):
                 put(self.table, here, self._below(here, value))
                 self.merge(value, source, here)
             else:
                 put(self.table, here, None if _means_none(value, here) else value)
+            self.sources[here] = source
 
     def _below(self, path: KeyPath, table: Mapping[str, Any]) -> dict[str, Any]:
         """What `table` is laid over. Arguments of a plug-in belong to its name: another one starts without any."""
         below = get(self.table, path)
         if is_plugin(type_at(Config, path)):
-            below = {"name": below} if isinstance(below, str) else below or {}
+            if isinstance(below, str):
+                below = {"name": below}
+                self.sources[*path, "name"] = self.sources[path]
+            below = below or {}
             name = table.get("name", below.get("name"))
             return below if below.get("name", name) == name else {}
         return below if isinstance(below, dict) else {}
