@@ -235,6 +235,13 @@ def test_settings_of_a_file_that_this_command_does_not_read_warn(write):
     )
 
 
+def test_how_servers_are_started_has_no_effect_on_those_that_run_already(write):
+    file = write("engines.toml", '[engines.far]\nurls = ["http://host:1"]\nthreads = 1\n[engines.here]\nrole = "eval"')
+    assert load_config(["@", file]).warnings == ("engines.far.threads: no effect, the servers of `urls` run already.",)
+    told = problems_of("@", file, "--engines.far.context-length", "9", "--engines.here.threads", "2", kind=None)
+    assert told == ["--engines.far.context-length has no effect: the servers of `urls` run already."]
+
+
 def test_flags_that_this_command_does_not_read_are_refused():
     sft = ("--model.path", "m", "--sft.steps", "1", "--sft.data", "d:d")
     assert problems_of(*sft, "--rollout.retries", "2", "--train.optimizer.lr=1e-5", kind="sft") == [

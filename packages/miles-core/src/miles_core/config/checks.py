@@ -21,6 +21,8 @@ Kind = Literal["rl", "sft"]
 _OF_ROLLOUT = ("rollout", "engines", "sync", "sessions", "workers", "eval", "env")
 _OF_RL = (("run", "steps"), ("train", "loss"), ("train", "optimizer"), ("train", "schedule"), ("train", "minibatches"))
 
+_OF_STARTED_ENGINES = (("count",), ("dtype",), ("context_length",), ("max_total_tokens",), ("threads",))
+
 
 def check(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iterator[tuple[KeyPath, str]]:
     """Each contradiction: the key to change, and why. `given` are the keys that somebody set."""
@@ -45,6 +47,7 @@ def check(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iter
 
 def unread(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """The keys of `given` that this command does not read: the key, the table that is meant, and why."""
+    running = [(name,) for name, engine in config.engines.items() if engine.urls]
     for path in sorted(given):
         if kind == "sft" and path[0] in _OF_ROLLOUT:
             yield path, path[:1], "`miles sft` starts no engines and runs no environments"
@@ -52,6 +55,8 @@ def unread(config: Config, kind: Kind | None, given: Collection[KeyPath]) -> Ite
             yield path, path[:2], "`miles sft` has its own loss, and sft.steps, sft.optimizer and sft.schedule"
         elif kind == "rl" and not config.sft.steps and path[0] == "sft" and path[1:] not in ((), ("steps",)):
             yield path, path[:2], "sft.steps is 0"
+        elif path[0] == "engines" and path[1:2] in running and path[2:] in _OF_STARTED_ENGINES:
+            yield path, path, "the servers of `urls` run already"
 
 
 def warnings(config: Config, kind: Kind | None) -> Iterator[str]:
