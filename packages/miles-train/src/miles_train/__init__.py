@@ -2,11 +2,7 @@
 
 from .backends.fsdp import FSDPConfig
 from .batch import Batch, BatchTotals, MicroBatch, make_batch
-<<<<<<< Updated upstream
 from .config import OptimizerConfig, ScheduleConfig, TrainConfig
-=======
-from .config import LossConfig, OptimizerConfig, ScheduleConfig, TrainConfig
->>>>>>> Stashed changes
 from .create import check_backend, create_trainer
 from .errors import (
     BatchError,
@@ -21,7 +17,7 @@ from .losses import CustomLoss, LossConfig, PolicyLoss, SftLoss
 from .packing import pack
 from .plan import Row, StepPlan, batches_of, plan_batch
 from .sft import sft_sample
-from .trainer import Layout, Shard, StepResult, Trainer, check_layouts, score
+from .trainer import Layout, Shard, StepResult, Trainer, score
 
 __all__ = [
     "Batch",
@@ -50,10 +46,6 @@ __all__ = [
     "UnsupportedModel",
     "batches_of",
     "check_backend",
-<<<<<<< Updated upstream
-=======
-    "check_layouts",
->>>>>>> Stashed changes
     "create_trainer",
     "make_batch",
     "pack",

@@ -10,19 +10,10 @@ from typing import Any, Literal
 from miles_tito.shared.plugins import check_name
 from miles_tito.shared.settings import SettingError, require
 
-<<<<<<< Updated upstream
 from .backends import BACKENDS
 from .backends.fsdp import FSDPConfig
 from .losses.policy import PolicyLoss
 from .losses.registry import AnyLoss
-=======
-BUILTIN_LOSSES = ("policy", "sft")
-
-BACKENDS: Mapping[str, str] = {"fsdp": "miles_train.fsdp:FSDPTrainer"}
-"""Name -> import string of what makes one rank: `factory(model_path, *, rank, init_method)` -> `Trainer`."""
-
-Normalization = Literal["episode", "token", "dr_grpo"]
->>>>>>> Stashed changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +82,10 @@ class TrainConfig:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     backend: str = "fsdp"
-<<<<<<< Updated upstream
     """`fsdp`, or `package.module:factory` of your own: `factory(model_path, rank=…, init_method=…, **backend_args)`."""
     backend_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of a factory of your own; a built-in backend has a table under its name."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-=======
-    """`fsdp`, or `package.module:factory` of your own: `factory(model_path, *, rank, init_method, **backend_args)`
-    makes one rank, a `miles_train.Trainer`."""
-    backend_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Keyword arguments of a backend of your own."""
->>>>>>> Stashed changes
     ranks: int = 1
     """Processes that share the model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -126,7 +110,6 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-<<<<<<< Updated upstream
         check_name(self.backend, BACKENDS, kind="trainer backend")
         if self.backend in BACKENDS and self.backend_args:
             raise SettingError(
@@ -138,21 +121,6 @@ class TrainConfig:
                 f'`fsdp` is {self.fsdp} but `backend` is "{self.backend}", which does not read it. Remove `train.fsdp`.'
             )
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
-=======
-        _require(
-            self.backend in BACKENDS or ":" in self.backend,
-            "backend",
-            self.backend,
-            f"one of {', '.join(BACKENDS)}, or `package.module:factory`",
-        )
-        if self.backend_args and self.backend in BACKENDS:
-            raise ConfigError(
-                f"`backend_args` is {dict(self.backend_args)} but `backend` is {self.backend!r}, which takes none: its "
-                "settings have keys of their own. Remove them, or name a backend of your own."
-            )
-        _require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
-        _require(self.layout in ("auto", "packed", "padded"), "layout", self.layout, "auto, packed or padded")
->>>>>>> Stashed changes
         for name in ("dtype", "master_dtype"):
             require(getattr(self, name) in ("float32", "bfloat16"), name, getattr(self, name), "float32 or bfloat16")
         for name in ("ranks", "minibatches", "logit_chunk_mb"):

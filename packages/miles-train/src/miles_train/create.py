@@ -1,4 +1,3 @@
-<<<<<<< Updated upstream
 """The trainer that a configuration asks for."""
 
 from __future__ import annotations
@@ -15,20 +14,6 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 _WHAT = "train.backend"
-=======
-"""The trainer that a configuration names: one line a backend."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from miles_tito.shared import plugins
-
-from .config import BACKENDS, TrainConfig
-from .trainer import Trainer
->>>>>>> Stashed changes
 
 
 def create_trainer(
@@ -38,7 +23,6 @@ def create_trainer(
 
     Args:
         model_path: a Hugging Face folder.
-<<<<<<< Updated upstream
         rank: of this process, among `config.ranks`.
         init_method: where the ranks meet (`tcp://HOST:PORT` of rank 0); not needed for a single rank.
 
@@ -59,29 +43,3 @@ def check_backend(config: TrainConfig) -> None:
     if config.backend not in BACKENDS:
         keywords = {"rank": 0, "init_method": None, **config.backend_args}
         check_call(load(config.backend, what=_WHAT), 1, keywords, what=_WHAT, target=config.backend)
-=======
-        rank: of this process; the number of ranks is the configuration's.
-        init_method: where the ranks meet (`tcp://HOST:PORT` of rank 0); not needed for a single rank.
-
-    Raises:
-        SettingError: the backend is not found, or does not take its arguments.
-    """
-    keywords: Mapping[str, Any] = {"rank": rank, "init_method": init_method, **config.backend_args}
-    return plugins.call(_factory(config), Path(model_path), keywords=keywords, what="train.backend")
-
-
-def check_backend(config: TrainConfig) -> None:
-    """Import a backend of the user's own and compare its arguments with its signature; builds nothing.
-
-    Raises:
-        SettingError: it is not found, or does not take its arguments.
-    """
-    if config.backend not in BACKENDS:
-        found = plugins.load(config.backend, what="train.backend")
-        keywords = {"rank": 0, "init_method": None, **config.backend_args}
-        plugins.check_call(found, 1, keywords, what="train.backend", target=config.backend)
-
-
-def _factory(config: TrainConfig) -> str:
-    return BACKENDS.get(config.backend, config.backend)
->>>>>>> Stashed changes

@@ -37,11 +37,7 @@ def pack(
     Args:
         lengths: tokens of each row.
         token_budget: most tokens of one micro-batch.
-<<<<<<< Updated upstream
         ranks: ranks that train different rows.
-=======
-        ranks: trainer ranks with rows of their own (data ranks).
->>>>>>> Stashed changes
         multiple_of: each rank gets a multiple of so many micro-batches.
 
     Returns:
@@ -55,11 +51,7 @@ def pack(
         return tuple(() for _ in range(ranks))
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     tight = _best_fit(order, lengths, token_budget)
-<<<<<<< Updated upstream
     per_rank = -(-len(tight) // (ranks * multiple_of)) * multiple_of
-=======
-    per_rank = multiple_of * -(-len(tight) // (ranks * multiple_of))
->>>>>>> Stashed changes
     bins = _spread(order, lengths, token_budget, per_rank * ranks)
     if bins is None:
         bins = _split(tight, lengths, per_rank * ranks)
@@ -67,17 +59,10 @@ def pack(
 
 
 def _check(lengths: Sequence[int], token_budget: int, ranks: int, multiple_of: int) -> None:
-<<<<<<< Updated upstream
     if ranks < 1 or token_budget < 1 or multiple_of < 1:
         raise PackingError(
             f"`ranks` is {ranks}, `token_budget` {token_budget} and `multiple_of` {multiple_of}; "
             "each must be at least 1."
-=======
-    if min(ranks, token_budget, multiple_of) < 1:
-        raise PackingError(
-            f"`ranks` is {ranks}, `token_budget` is {token_budget} and `multiple_of` is {multiple_of}; all must be at "
-            "least 1."
->>>>>>> Stashed changes
         )
     too_long = [row for row, length in enumerate(lengths) if length > token_budget]
     if too_long:

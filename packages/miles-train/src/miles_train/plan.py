@@ -14,7 +14,6 @@ from miles_tito.records import Sample
 from .batch import Batch, BatchTotals, make_batch
 from .errors import BatchError
 from .packing import Rows, pack
-from .trainer import Layout
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -45,11 +44,7 @@ def plan_batch(
     Rows without loss tokens are left out: they cannot change a weight. All rows of an episode stay in one step.
 
     Args:
-<<<<<<< Updated upstream
         ranks: `Layout.data_ranks`: those that train different rows.
-=======
-        ranks: shares of the batch, `Layout.data_ranks`.
->>>>>>> Stashed changes
         multiple_of: `Layout.micro_batch_multiple`.
 
     Returns:
@@ -66,26 +61,13 @@ def plan_batch(
     )
 
 
-def batches_of(
-    samples: Sequence[Sample], config: TrainConfig, *, rank: int = 0, layout: Layout | None = None
-) -> list[Batch]:
-    """Plan and make this rank's batches of samples that lie in this process, one an optimizer step.
-
-    Args:
-        layout: what `setup` returned on this rank, for a backend whose ranks share rows; `rank` is then not used.
-    """
+def batches_of(samples: Sequence[Sample], config: TrainConfig, *, rank: int = 0) -> list[Batch]:
+    """Plan and make this rank's batches of samples that lie in this process, one an optimizer step."""
     rows = [Row(s.episode_id, len(s.tokens), int(s.loss_mask.sum())) for s in samples]
-    data_rank, data_ranks = (rank, config.ranks) if layout is None else (layout.data_rank, layout.data_ranks)
-    plan = plan_batch(
-        rows,
-        token_budget=config.token_budget,
-        ranks=data_ranks,
-        minibatches=config.minibatches,
-        multiple_of=1 if layout is None else layout.micro_batch_multiple,
-    )
+    plan = plan_batch(rows, token_budget=config.token_budget, ranks=config.ranks, minibatches=config.minibatches)
     return [
         make_batch(
-            [[samples[index] for index in micro_batch] for micro_batch in step.ranks[data_rank]],
+            [[samples[index] for index in micro_batch] for micro_batch in step.ranks[rank]],
             step.totals,
             normalization=config.loss.normalization,
             max_tokens=config.loss.max_tokens,

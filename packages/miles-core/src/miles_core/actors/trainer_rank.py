@@ -17,8 +17,6 @@ from miles_tito.records.samples import to_samples
 from miles_train import create_trainer
 from miles_train.batch import Batch, make_batch
 from miles_train.config import TrainConfig
-from miles_train.create import create_trainer
-from miles_train.trainer import Layout
 from miles_weightsync.config import PushConfig
 from miles_weightsync.errors import SyncError
 
@@ -51,7 +49,7 @@ class TrainerRank:
         self._pusher: Any = None
         self._config = TrainConfig()
 
-    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Layout:
+    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Any:
         """Load `model` and join the other ranks; returns the trainer's `Layout`.
 
         Raises:

@@ -16,7 +16,6 @@ from miles_rollout.engines import AttachedServer, EngineConfig, EngineServer
 from miles_rollout.engines.router import Router
 from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
-from miles_tito.shared.ports import free_port
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 from ray.exceptions import ObjectLostError
@@ -58,11 +57,8 @@ class TrainerActor:
 
     def address(self) -> str:
         """Where the ranks can meet: this host and a free port."""
-<<<<<<< Updated upstream
         from miles_tito.shared.ports import free_port
 
-=======
->>>>>>> Stashed changes
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
     def setup(self, config: TrainConfig, model: Path, init_method: str | None) -> Any:

@@ -23,20 +23,10 @@ from miles_tito.shared.files import write_atomic
 from torch import Tensor
 
 from miles_train.errors import CheckpointError
-<<<<<<< Updated upstream:packages/miles-train/src/miles_train/checkpoint/writer.py
 from miles_train.ranks import Ranks
 
 from .block_file import Block, file_bytes, write_blocks
 from .folders import fresh_partial, replace_folder
-=======
-from miles_train.trainer import Box
-
-from .block_file import Block, BlockFile, file_bytes, write_blocks
-from .folders import fresh_partial, replace_folder, write_synced
-from .optimizer import Optimizer
-from .ranks import Ranks
-from .shards import block_of
->>>>>>> Stashed changes:packages/miles-train/src/miles_train/fsdp/checkpoint.py
 
 MANIFEST = "trainer.json"
 FORMAT = 1

@@ -27,14 +27,10 @@ from miles_train.checkpoint.writer import CheckpointWriter, Progress
 from miles_train.errors import RankError
 from miles_train.losses import LossFn, resolve_loss
 from miles_train.metrics import Tally, joined
-<<<<<<< Updated upstream:packages/miles-train/src/miles_train/backends/fsdp/trainer.py
 from miles_train.ranks import Ranks, join, pick_device
 from miles_train.step.batches import check_batches, lacks_reference, sizes, with_scores
 from miles_train.step.objective import Objective
 from miles_train.trainer import Layout, ModelName, Shard, StepResult
-=======
-from miles_train.trainer import Kept, Layout, ModelName, Shard, StepResult
->>>>>>> Stashed changes:packages/miles-train/src/miles_train/fsdp/trainer.py
 
 from .export import export_model
 from .model import PolicyModel, load_model, num_parameters, shard_model
@@ -60,8 +56,7 @@ class _State:
     optimizer: Optimizer
     loss_fn: LossFn
     writer: CheckpointWriter | None = None
-    asleep_with: frozenset[Kept] | None = None
-    """What stayed on the device when it fell asleep; None while awake."""
+    is_asleep: bool = False
 
 
 class FSDPTrainer:
@@ -177,13 +172,13 @@ class FSDPTrainer:
 
     def score(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
         """Log-probs of the loss tokens without a step; every rank must give the same number of micro-batches."""
-        state = self._awake(whole=False)
+        state = self._awake()
         state.ranks.check_equal("Numbers of micro-batches", [len(micro_batches)])
         return _scored(state, micro_batches, model)
 
     def shards(self) -> Iterator[Shard]:
         """The weights as this rank holds them, in the type that the forward pass uses; no communication."""
-        state = self._awake(whole=False)
+        state = self._awake()
         state.model.reshard()
         return model_shards(
             state.model.lm,
@@ -242,45 +237,23 @@ class FSDPTrainer:
 
     def export_hf(self, path: str | Path) -> None:
         """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
-        state = self._awake(whole=False)
+        state = self._awake()
         dtype = getattr(torch, state.config.dtype)
         export_model(path, state.model.lm, source=self._model_path, dtype=dtype, ranks=state.ranks)
 
-<<<<<<< Updated upstream:packages/miles-train/src/miles_train/backends/fsdp/trainer.py
     def sleep(self, *, keep: frozenset[Literal["weights"]] = frozenset()) -> None:
         """Free the GPU: moments, and weights unless they are to be kept, go to host memory. On a CPU nothing moves."""
-=======
-    def sleep(self, *, keep: frozenset[Kept] = frozenset()) -> None:
-        """Free the GPU: weights and moments go to host memory. On a CPU they are there already and nothing moves.
-
-        Args:
-            keep: with "weights" these stay, and `shards`, `score` and `export_hf` go on working.
-        """
->>>>>>> Stashed changes:packages/miles-train/src/miles_train/fsdp/trainer.py
         state = self._awake()
-        if unknown := keep - {"weights"}:
-            raise RankError(f"`keep` holds {sorted(unknown)}; all that a sleeping trainer can keep is the weights.")
         state.optimizer.zero_grad()
-<<<<<<< Updated upstream:packages/miles-train/src/miles_train/backends/fsdp/trainer.py
         self._move(torch.device("cpu"), weights="weights" not in keep)
         state.is_asleep = True
-=======
-        self._move(torch.device("cpu"), has_weights="weights" in keep)
-        state.asleep_with = keep
->>>>>>> Stashed changes:packages/miles-train/src/miles_train/fsdp/trainer.py
 
     def wake(self) -> None:
         """Back onto the device; without effect when awake."""
         state = self._ready()
-<<<<<<< Updated upstream:packages/miles-train/src/miles_train/backends/fsdp/trainer.py
         if state.is_asleep:
             self._move(state.ranks.device, weights=True)
             state.is_asleep = False
-=======
-        if state.asleep_with is not None:
-            self._move(state.ranks.device, has_weights="weights" in state.asleep_with)
-            state.asleep_with = None
->>>>>>> Stashed changes:packages/miles-train/src/miles_train/fsdp/trainer.py
 
     def close(self) -> None:
         """Leave the process group and drop the model; a checkpoint that is being written is written first."""
@@ -301,31 +274,11 @@ class FSDPTrainer:
         shard_model(model, init_device_mesh(ranks.device.type, (ranks.count,)), config)
         return model.to(ranks.device)  # buffers of modules that hold no parameter
 
-<<<<<<< Updated upstream:packages/miles-train/src/miles_train/backends/fsdp/trainer.py
     def _move(self, device: torch.device, *, weights: bool) -> None:
         state = self._ready()
         if state.ranks.device.type == "cpu":
             return
         if weights:
-=======
-    def _agree(self, batches: Sequence[Batch]) -> bool:
-        """Check the batches against model, configuration and the other ranks; does some rank lack reference scores?"""
-        state = self._awake()
-        _check_batches(batches, vocab_size=state.model.vocab_size, config=state.config)
-        counts = [len(batch.micro_batches) for batch in batches]
-        totals = [n for batch in batches for n in (batch.totals.num_episodes, batch.totals.num_loss_tokens)]
-        state.ranks.check_equal("Numbers of micro-batches (one an optimizer step)", counts)
-        state.ranks.check_equal("Totals of the batch (episodes, loss tokens)", totals)
-        lacks = any(m.ref_logprobs is None and m.loss_mask.any() for batch in batches for m in batch.micro_batches)
-        (some_lack,) = state.ranks.max([float(lacks)])
-        return some_lack > 0
-
-    def _move(self, device: torch.device, *, has_weights: bool) -> None:
-        state = self._ready()
-        if state.ranks.device.type == "cpu":
-            return
-        if not has_weights:
->>>>>>> Stashed changes:packages/miles-train/src/miles_train/fsdp/trainer.py
             state.model.to(device)
             if state.reference is not None:
                 state.reference.to(device)
@@ -337,10 +290,9 @@ class FSDPTrainer:
             raise RankError("This trainer is not set up; call setup(config) first.")
         return self._state
 
-    def _awake(self, *, whole: bool = True) -> _State:
-        """The state of a trainer that is not asleep, or (not `whole`) that sleeps and has kept its weights."""
+    def _awake(self) -> _State:
         state = self._ready()
-        if state.asleep_with is not None and (whole or "weights" not in state.asleep_with):
+        if state.is_asleep:
             raise RankError("This trainer sleeps; call wake() before you use its weights.")
         return state
 
