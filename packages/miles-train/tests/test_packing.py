@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_train import BatchError, PackingError, Row, pack, plan_batch
+from miles_train import (
+    BatchError,
+    Layout,
+    PackingError,
+    RankError,
+    Row,
+    TrainConfig,
+    batches_of,
+    check_layouts,
+    pack,
+    plan_batch,
+)
 from miles_train.packing import row_cost
 
 lengths_and_budget = st.integers(1, 200).flatmap(
@@ -16,13 +27,14 @@ lengths_and_budget = st.integers(1, 200).flatmap(
 )
 
 
-@given(lengths_and_budget, st.integers(1, 5))
-def test_every_row_is_packed_once_within_the_budget_and_ranks_stay_in_step(case, ranks):
+@given(lengths_and_budget, st.integers(1, 5), st.integers(1, 4))
+def test_every_row_is_packed_once_within_the_budget_and_ranks_stay_in_step(case, ranks, multiple_of):
     lengths, budget = case
-    packed = pack(lengths, token_budget=budget, ranks=ranks)
+    packed = pack(lengths, token_budget=budget, ranks=ranks, multiple_of=multiple_of)
 
     assert len(packed) == ranks
     assert len({len(micro_batches) for micro_batches in packed}) == 1
+    assert len(packed[0]) % multiple_of == 0
     rows = [row for micro_batches in packed for micro_batch in micro_batches for row in micro_batch]
     assert sorted(rows) == list(range(len(lengths)))
     for micro_batches in packed:
@@ -37,6 +49,14 @@ def test_every_row_is_packed_once_within_the_budget_and_ranks_stay_in_step(case,
 def test_packing_the_same_rows_again_gives_the_same_result(case, ranks):
     lengths, budget = case
     assert pack(lengths, token_budget=budget, ranks=ranks) == pack(list(lengths), token_budget=budget, ranks=ranks)
+
+
+@given(lengths_and_budget, st.integers(1, 3), st.integers(1, 4))
+def test_a_multiple_is_reached_with_as_few_micro_batches_as_it_allows(case, ranks, multiple_of):
+    lengths, budget = case
+    needed = len(pack(lengths, token_budget=budget, ranks=ranks)[0])
+    got = len(pack(lengths, token_budget=budget, ranks=ranks, multiple_of=multiple_of)[0])
+    assert needed <= got < needed + multiple_of
 
 
 @given(lengths_and_budget)
@@ -76,6 +96,49 @@ def test_minibatches_keep_episodes_whole_and_count_their_own_totals():
     assert [(step.totals.num_episodes, step.totals.num_loss_tokens) for step in steps] == [(2, 20), (2, 20)]
     episodes = [{rows[r].episode_id for rank in step.ranks for micro in rank for r in micro} for step in steps]
     assert not episodes[0] & episodes[1]
+
+
+def test_every_step_of_a_plan_has_a_multiple_of_micro_batches():
+    rows = [Row(f"e{i}", 10 + i, 5) for i in range(7)]
+    for step in plan_batch(rows, token_budget=32, ranks=2, minibatches=2, multiple_of=4):
+        assert [len(micro_batches) for micro_batches in step.ranks] == [4, 4]
+
+
+def test_ranks_of_one_data_rank_make_the_same_batches(sample):
+    samples = [sample(f"s{i}", 9 + i) for i in range(5)]
+    config = TrainConfig(ranks=4, token_budget=24)
+    known = {
+        "ranks": 4,
+        "data_ranks": 2,
+        "micro_batch_multiple": 2,
+        "device": "cpu",
+        "num_parameters": 1,
+        "vocab_size": 67,
+    }
+    layouts = [Layout(rank=rank, data_rank=rank // 2, **known) for rank in range(4)]
+    ids = [
+        [m.sample_ids for b in batches_of(samples, config, layout=layout) for m in b.micro_batches]
+        for layout in layouts
+    ]
+    assert ids[0] == ids[1]
+    assert ids[2] == ids[3]
+    assert len(ids[0]) == len(ids[2]) == 2
+    names = [name for rows in (ids[0], ids[2]) for row in rows for name in row]
+    assert sorted(n for n in names if n.startswith("s")) == [s.id for s in samples]
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([(0, 2), (1, 3)], r"\[\(2, 1\), \(3, 1\)\]"),
+        ([(0, 2), (0, 2)], r"are data ranks \[0\]"),
+        ([(0, 1), (1, 1)], r"are data ranks \[0, 1\]"),
+    ],
+)
+def test_layouts_under_which_rows_would_be_lost_are_refused(shares, message):
+    known = {"ranks": 2, "device": "cpu", "num_parameters": 1, "vocab_size": 67}
+    with pytest.raises(RankError, match=message):
+        check_layouts([Layout(rank=i, data_rank=r, data_ranks=n, **known) for i, (r, n) in enumerate(shares)])
 
 
 def test_rows_without_loss_tokens_are_left_out():

@@ -17,7 +17,7 @@ from .losses import CustomLoss, LossConfig, PolicyLoss, SftLoss
 from .packing import pack
 from .plan import Row, StepPlan, batches_of, plan_batch
 from .sft import sft_sample
-from .trainer import Layout, Shard, StepResult, Trainer, score
+from .trainer import Layout, Shard, StepResult, Trainer, check_layouts, score
 
 __all__ = [
     "Batch",
@@ -46,6 +46,7 @@ __all__ = [
     "UnsupportedModel",
     "batches_of",
     "check_backend",
+    "check_layouts",
     "create_trainer",
     "make_batch",
     "pack",

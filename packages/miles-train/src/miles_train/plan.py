@@ -17,6 +17,7 @@ from .packing import Rows, pack
 
 if TYPE_CHECKING:
     from .config import TrainConfig
+    from .trainer import Layout
 
 
 class Row(NamedTuple):
@@ -61,13 +62,26 @@ def plan_batch(
     )
 
 
-def batches_of(samples: Sequence[Sample], config: TrainConfig, *, rank: int = 0) -> list[Batch]:
-    """Plan and make this rank's batches of samples that lie in this process, one an optimizer step."""
+def batches_of(
+    samples: Sequence[Sample], config: TrainConfig, *, rank: int = 0, layout: Layout | None = None
+) -> list[Batch]:
+    """Plan and make this rank's batches of samples that lie in this process, one an optimizer step.
+
+    Args:
+        layout: what `setup` returned on this rank, in place of `rank`: needed where ranks share rows.
+    """
     rows = [Row(s.episode_id, len(s.tokens), int(s.loss_mask.sum())) for s in samples]
-    plan = plan_batch(rows, token_budget=config.token_budget, ranks=config.ranks, minibatches=config.minibatches)
+    data_rank, data_ranks = (layout.data_rank, layout.data_ranks) if layout else (rank, config.ranks)
+    plan = plan_batch(
+        rows,
+        token_budget=config.token_budget,
+        ranks=data_ranks,
+        minibatches=config.minibatches,
+        multiple_of=layout.micro_batch_multiple if layout else 1,
+    )
     return [
         make_batch(
-            [[samples[index] for index in micro_batch] for micro_batch in step.ranks[rank]],
+            [[samples[index] for index in micro_batch] for micro_batch in step.ranks[data_rank]],
             step.totals,
             normalization=config.loss.normalization,
             max_tokens=config.loss.max_tokens,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 
 from .batch import Batch, MicroBatch
+from .errors import RankError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .config import TrainConfig
 
 ModelName = Literal["policy", "reference"]
+Kept = Literal["weights"]
+"""What can stay on the device while a trainer sleeps."""
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) in each dimension of a whole tensor."""
@@ -107,8 +110,8 @@ class Trainer(Protocol):
         """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
         ...
 
-    def sleep(self, *, keep: frozenset[Literal["weights"]] = frozenset()) -> None:
-        """Free the device: moments, and weights unless they are to be kept, go to host memory."""
+    def sleep(self, *, keep: frozenset[Kept] = frozenset()) -> None:
+        """Free the device but for what `keep` names; with "weights" `shards`, `score` and `export_hf` go on working."""
         ...
 
     def wake(self) -> None:
@@ -118,6 +121,25 @@ class Trainer(Protocol):
     def close(self) -> None:
         """Leave the other ranks and drop the model; may be called without `setup`, and again."""
         ...
+
+
+def check_layouts(layouts: Sequence[Layout]) -> None:
+    """Refuse layouts under which rows would not be trained, or ranks would wait for one another.
+
+    Args:
+        layouts: [ranks] what `setup` returned on each.
+
+    Raises:
+        RankError: the ranks do not agree on the number of data ranks, or one of these is nobody's.
+    """
+    shapes = {(layout.data_ranks, layout.micro_batch_multiple) for layout in layouts}
+    (data_ranks, multiple), *others = sorted(shapes)
+    taken = {layout.data_rank for layout in layouts}
+    if others or taken != set(range(data_ranks)) or multiple < 1:
+        raise RankError(
+            f"The {len(layouts)} ranks name (data_ranks, micro_batch_multiple) {sorted(shapes)} and are data ranks "
+            f"{sorted(taken)}. All must name the same two numbers, and every data rank from 0 on must be some rank's."
+        )
 
 
 def score(trainer: Trainer, batch: Batch, *, model: ModelName = "policy") -> list[np.ndarray]:

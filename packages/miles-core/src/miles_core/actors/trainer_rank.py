@@ -14,7 +14,7 @@ from typing import Any
 from miles_quant.recipe.recipe import Recipe
 from miles_tito.records import Group, Sample
 from miles_tito.records.samples import to_samples
-from miles_train import create_trainer
+from miles_train import Layout, create_trainer
 from miles_train.batch import Batch, make_batch
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
@@ -49,7 +49,7 @@ class TrainerRank:
         self._pusher: Any = None
         self._config = TrainConfig()
 
-    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Any:
+    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Layout:
         """Load `model` and join the other ranks; returns the trainer's `Layout`.
 
         Raises:

@@ -15,6 +15,7 @@ from typing import Any
 
 from miles_tito.records import Group, Trajectory
 from miles_tito.records.summary import GroupRef
+from miles_train import Layout
 from miles_train.config import TrainConfig
 from miles_train.errors import CheckpointError
 from miles_weightsync.config import PushConfig
@@ -67,8 +68,11 @@ class ScriptedTrainers(Trainers):
     async def serving_folder(self, model: Path, out: Path) -> Path:
         return model
 
-    async def setup(self, config: TrainConfig, model: Path) -> Any:
-        return (await self._all("setup"))[0]
+    async def setup(self, config: TrainConfig, model: Path) -> Layout:
+        await self._all("setup")
+        known = {"ranks": config.ranks, "data_ranks": config.ranks, "num_parameters": 0, "vocab_size": 0}
+        self._layouts = [Layout(rank=r, data_rank=r, device="scripted", **known) for r in range(config.ranks)]
+        return self._layouts[0]
 
     def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
         self._ranks.batch = [(group.id, group.prompt_id) for group in groups]

@@ -14,7 +14,7 @@ from miles_quant.recipe.recipe import Recipe
 from miles_rollout.engines import Supervisor, resolve_device
 from miles_tito.errors import EngineError
 from miles_tito.records.summary import GroupRef
-from miles_train.config import TrainConfig
+from miles_train import Layout, TrainConfig, check_layouts
 from miles_weightsync.config import PushConfig
 from miles_weightsync.errors import SyncError
 from ray.exceptions import RayActorError
@@ -49,6 +49,7 @@ class Trainers:
         self._turns = Turns()
         self._engines: Callable[[], Supervisor] | None = None
         self._has_pushed = False
+        self._layouts: Sequence[Layout] = ()
 
     async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
         """The given model folder, or the one that `model.builder` makes.
@@ -62,11 +63,13 @@ class Trainers:
         """What engines start from: `model`, or its low-precision copy at `out`."""
         return await self._actors[0].serving_folder.remote(model, out)
 
-    async def setup(self, config: TrainConfig, model: Path) -> Any:
+    async def setup(self, config: TrainConfig, model: Path) -> Layout:
         """Load `model` into every rank; returns rank 0's layout. May be called again for another model or loss."""
         self._config = config
         init_method = await self._actors[0].address.remote() if config.ranks > 1 else None
-        return (await self._all("setup", config, model, init_method))[0]
+        self._layouts = await self._all("setup", config, model, init_method)
+        check_layouts(self._layouts)
+        return self._layouts[0]
 
     async def connect(self, engines: Sequence[str], config: PushConfig) -> None:
         await self._all("connect", list(engines), config)
@@ -80,14 +83,15 @@ class Trainers:
             groups,
             advantages=advantages,
             token_budget=self._config.token_budget,
-            ranks=self._config.ranks,
+            ranks=self._layouts[0].data_ranks,
             minibatches=self._config.minibatches,
+            multiple_of=self._layouts[0].micro_batch_multiple,
         )
 
     async def train(self, work: Sequence[RankWork]) -> Trained:
         await self._turns.begin_step()
         try:
-            return (await self._each("train", [(part,) for part in work]))[0]
+            return (await self._each("train", [(work[layout.data_rank],) for layout in self._layouts]))[0]
         except BaseException:
             self._turns.forget()
             raise

@@ -50,10 +50,18 @@ def plan_ranks(
     token_budget: int,
     ranks: int,
     minibatches: int,
+    multiple_of: int = 1,
 ) -> list[RankWork]:
     """Turn raw rewards into advantages, and spread the trajectories over optimizer steps, ranks and micro-batches.
 
     An episode without advantage is not trained and not counted in the totals.
+
+    Args:
+        ranks: `Layout.data_ranks` of the trainer.
+        multiple_of: its `Layout.micro_batch_multiple`.
+
+    Returns:
+        [data ranks] what every rank of that data rank trains.
     """
     by_episode = advantages(groups)
     rows: list[Row] = []
@@ -66,7 +74,7 @@ def plan_ranks(
             for t, trajectory in enumerate(episode.trajectories):
                 rows.append(Row(episode.id, trajectory.num_tokens, trajectory.num_loss_tokens))
                 addresses.append(RowAddress(group=g, episode=e, trajectory=t, advantage=advantage))
-    plans = plan_batch(rows, token_budget=token_budget, ranks=ranks, minibatches=minibatches)
+    plans = plan_batch(rows, token_budget=token_budget, ranks=ranks, minibatches=minibatches, multiple_of=multiple_of)
     return [_rank_work(rank, plans, groups, addresses) for rank in range(ranks)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from miles_train.metrics import Tally, joined
 from miles_train.ranks import Ranks, join, pick_device
 from miles_train.step.batches import check_batches, lacks_reference, sizes, with_scores
 from miles_train.step.objective import Objective
-from miles_train.trainer import Layout, ModelName, Shard, StepResult
+from miles_train.trainer import Kept, Layout, ModelName, Shard, StepResult
 
 from .export import export_model
 from .model import PolicyModel, load_model, num_parameters, shard_model
@@ -56,7 +56,8 @@ class _State:
     optimizer: Optimizer
     loss_fn: LossFn
     writer: CheckpointWriter | None = None
-    is_asleep: bool = False
+    asleep_with: frozenset[Kept] | None = None
+    """What stayed on the device when it fell asleep; None while awake."""
 
 
 class FSDPTrainer:
@@ -172,13 +173,13 @@ class FSDPTrainer:
 
     def score(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
         """Log-probs of the loss tokens without a step; every rank must give the same number of micro-batches."""
-        state = self._awake()
+        state = self._awake("weights")
         state.ranks.check_equal("Numbers of micro-batches", [len(micro_batches)])
         return _scored(state, micro_batches, model)
 
     def shards(self) -> Iterator[Shard]:
         """The weights as this rank holds them, in the type that the forward pass uses; no communication."""
-        state = self._awake()
+        state = self._awake("weights")
         state.model.reshard()
         return model_shards(
             state.model.lm,
@@ -237,23 +238,23 @@ class FSDPTrainer:
 
     def export_hf(self, path: str | Path) -> None:
         """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
-        state = self._awake()
+        state = self._awake("weights")
         dtype = getattr(torch, state.config.dtype)
         export_model(path, state.model.lm, source=self._model_path, dtype=dtype, ranks=state.ranks)
 
-    def sleep(self, *, keep: frozenset[Literal["weights"]] = frozenset()) -> None:
+    def sleep(self, *, keep: frozenset[Kept] = frozenset()) -> None:
         """Free the GPU: moments, and weights unless they are to be kept, go to host memory. On a CPU nothing moves."""
         state = self._awake()
         state.optimizer.zero_grad()
         self._move(torch.device("cpu"), weights="weights" not in keep)
-        state.is_asleep = True
+        state.asleep_with = keep
 
     def wake(self) -> None:
         """Back onto the device; without effect when awake."""
         state = self._ready()
-        if state.is_asleep:
+        if state.asleep_with is not None:
             self._move(state.ranks.device, weights=True)
-            state.is_asleep = False
+            state.asleep_with = None
 
     def close(self) -> None:
         """Leave the process group and drop the model; a checkpoint that is being written is written first."""
@@ -290,9 +291,10 @@ class FSDPTrainer:
             raise RankError("This trainer is not set up; call setup(config) first.")
         return self._state
 
-    def _awake(self) -> _State:
+    def _awake(self, needed: Kept | None = None) -> _State:
+        """The state; one that sleeps is refused, unless it has kept all that is needed."""
         state = self._ready()
-        if state.is_asleep:
+        if state.asleep_with is not None and needed not in state.asleep_with:
             raise RankError("This trainer sleeps; call wake() before you use its weights.")
         return state
 
