@@ -212,7 +212,7 @@ def test_without_kernels_torch_does_it_and_says_so_once(
     weight = normal(64, 256)
     expected = {name: get_format(name).quantize(weight) for name in ACCELERATED}
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
-    for cached in (library._table, library._load, library._reason):
+    for cached in (library._table, library._library):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "miles_quant"):
@@ -225,7 +225,7 @@ def test_without_kernels_torch_does_it_and_says_so_once(
         assert "python -m miles_quant.native.build" in said[0]
     finally:
         monkeypatch.undo()
-        for cached in (library._table, library._load, library._reason):
+        for cached in (library._table, library._library):
             cached.cache_clear()
 
 

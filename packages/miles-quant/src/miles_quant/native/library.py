@@ -61,7 +61,7 @@ def using(isa: str) -> Iterator[None]:
         QuantError: the library is not there, or the machine does not run that instruction set.
     """
     if isa != "torch" and _table(isa) is None:
-        raise QuantError(f"There are no kernels for {isa} here: {_reason() or 'the machine does not run it'}.")
+        raise QuantError(f"There are no kernels for {isa} here: {_library()[1] or 'the machine does not run it'}.")
     _forced.append(isa)
     try:
         yield
@@ -71,37 +71,29 @@ def using(isa: str) -> Iterator[None]:
 
 @cache
 def _table(isa: str) -> Kernels | None:
-    library = _load()
-    if library is None:
-        return None
-    library.mq_kernels.restype, library.mq_kernels.argtypes = POINTER(Kernels), [c_char_p]
-    found = library.mq_kernels(isa.encode())
+    library, _ = _library()
+    found = library.mq_kernels(isa.encode()) if library else None
     return found.contents if found else None
 
 
 @cache
-def _load() -> ctypes.CDLL | None:
-    reason = _reason()
-    if reason is None:
-        return ctypes.CDLL(str(_FOLDER / LIBRARY))
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or why it cannot be used, which is logged."""
+    path, reason = _FOLDER / LIBRARY, "the CPU kernels are not built"
+    if path.exists():
+        try:
+            library = ctypes.CDLL(str(path))
+            library.mq_sources.restype = c_char_p
+            library.mq_kernels.restype, library.mq_kernels.argtypes = POINTER(Kernels), [c_char_p]
+            if library.mq_sources().decode() == sources_digest(_FOLDER):
+                return library, ""
+            reason = f"{path} was built from other sources"
+        except (OSError, AttributeError) as error:
+            reason = f"{path} does not load ({error})"
     _log.warning(
         "miles-quant: %s. Formats are computed by torch: the same bytes, ten to a hundred times slower on a CPU. "
         "With a C++ compiler, build the kernels by `python -m %s.build`.",
         reason,
         __package__,
     )
-    return None
-
-
-@cache
-def _reason() -> str | None:
-    path = _FOLDER / LIBRARY
-    if not path.exists():
-        return "the CPU kernels are not built"
-    try:
-        library = ctypes.CDLL(str(path))
-        library.mq_sources.restype = c_char_p
-        sources = library.mq_sources().decode()
-    except (OSError, AttributeError) as error:
-        return f"{path} does not load ({error})"
-    return None if sources == sources_digest(_FOLDER) else f"{path} was built from other sources"
+    return None, reason

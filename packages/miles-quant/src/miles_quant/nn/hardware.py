@@ -43,56 +43,33 @@ def multiply(
     a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], *, dtype: torch.dtype
 ) -> torch.Tensor:
     """The same, whatever the device; torch raises where it cannot."""
-    match formats[1].name.family:
-        case "mxfp8":
-            return _swizzled(a, b, torch.float8_e8m0fnu, ScalingType.BlockWise1x32, dtype)
-        case "nvfp4":
-            y = _swizzled(a, b, torch.float8_e4m3fn, ScalingType.BlockWise1x16, torch.float32)
-            for scale, shape in ((a.global_scale, (-1, 1)), (b.global_scale, (1, -1))):
-                y = y if scale is None else y * scale.reshape(shape)
-            return y.to(dtype)
-        case _ if 0 in formats[1].block:
-            scales = a.scale.expand(a.shape[0], 1).contiguous(), b.scale.reshape(1, -1).expand(1, b.shape[0])
-            return _scaled(a, b, scales[0], scales[1].contiguous(), ScalingType.RowWise, ScalingType.RowWise, dtype)
-        case _:
-            return _blockwise(a, b, formats, dtype)
-
-
-def _blockwise(
-    a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], dtype: torch.dtype
-) -> torch.Tensor:
-    """FP8 with float32 scales of blocks, which cuBLAS wants with the outer dimension contiguous; of 128x128, K first
-    and its length a multiple of 4."""
-    a_scale = a.scale.t().contiguous().t()
-    if formats[1].block == (1, 128):
-        b_scale, recipe = b.scale.t().contiguous().t(), ScalingType.BlockWise1x128
+    swizzle, out, family = SwizzleType.NO_SWIZZLE, dtype, formats[1].name.family
+    if family in ("mxfp8", "nvfp4"):
+        is_mx, swizzle = family == "mxfp8", SwizzleType.SWIZZLE_32_4_4
+        kind = torch.float8_e8m0fnu if is_mx else torch.float8_e4m3fn
+        a_scale, b_scale = (swizzle_scales(operand.scale).view(kind) for operand in (a, b))
+        a_kind = b_kind = ScalingType.BlockWise1x32 if is_mx else ScalingType.BlockWise1x16
+        out = dtype if is_mx else torch.float32
+    elif 0 in formats[1].block:
+        a_scale = a.scale.expand(a.shape[0], 1).contiguous()
+        b_scale = b.scale.reshape(1, -1).expand(1, b.shape[0]).contiguous()
+        a_kind = b_kind = ScalingType.RowWise
     else:
-        b_scale = functional.pad(b.scale, (0, -b.scale.shape[1] % 4)).t()
-        recipe = ScalingType.BlockWise128x128
-    return _scaled(a, b, a_scale, b_scale, ScalingType.BlockWise1x128, recipe, torch.bfloat16).to(dtype)
-
-
-def _swizzled(
-    a: QuantizedTensor, b: QuantizedTensor, scale_type: torch.dtype, recipe: ScalingType, dtype: torch.dtype
-) -> torch.Tensor:
-    a_scale, b_scale = (swizzle_scales(operand.scale).view(scale_type) for operand in (a, b))
-    return _scaled(a, b, a_scale, b_scale, recipe, recipe, dtype, swizzle=SwizzleType.SWIZZLE_32_4_4)
-
-
-def _scaled(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    a_recipe: ScalingType,
-    b_recipe: ScalingType,
-    dtype: torch.dtype,
-    swizzle: SwizzleType = SwizzleType.NO_SWIZZLE,
-) -> torch.Tensor:
-    a_codes, b_codes = (_typed(operand.codes) for operand in (a, b))
-    return functional.scaled_mm(
-        a_codes, b_codes.t(), a_scale, a_recipe, b_scale, b_recipe, swizzle, swizzle, output_dtype=dtype
-    )
+        # Float32 scales of blocks: cuBLAS wants the outer dimension contiguous; of 128x128, K first and in fours.
+        a_scale, a_kind = a.scale.t().contiguous().t(), ScalingType.BlockWise1x128
+        if formats[1].block == (1, 128):
+            b_scale, b_kind = b.scale.t().contiguous().t(), ScalingType.BlockWise1x128
+        else:
+            b_scale = functional.pad(b.scale, (0, -b.scale.shape[1] % 4)).t()
+            b_kind = ScalingType.BlockWise128x128
+        out = torch.bfloat16
+    a_codes, b_codes = _typed(a.codes), _typed(b.codes).t()
+    y = functional.scaled_mm(
+        a_codes, b_codes, a_scale, a_kind, b_scale, b_kind, swizzle, swizzle, output_dtype=out
+    )  # fmt: skip
+    for scale, shape in ((a.global_scale, (-1, 1)), (b.global_scale, (1, -1))):
+        y = y if scale is None else y * scale.reshape(shape)
+    return y.to(dtype)
 
 
 def _typed(codes: torch.Tensor) -> torch.Tensor:
