@@ -89,8 +89,7 @@ def load_packed(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def _packed_linear(name: str, packed: PackedFolder, scheme: Scheme, bias: torch.Tensor | None) -> PackedLinear:
-    stored = {suffix: packed.folder.read(part) for suffix, part in packed.parts(name).items()}
-    return PackedLinear(stored, scheme, bias=None if bias is None else bias.detach())
+    return PackedLinear(packed.read_stored(name), scheme, bias=None if bias is None else bias.detach())
 
 
 def _packed_experts(name: str, module: Any, packed: PackedFolder, scheme: Scheme) -> PackedExperts:
