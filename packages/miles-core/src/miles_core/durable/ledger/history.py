@@ -121,7 +121,7 @@ def _prompt(db: sqlite3.Connection, groups: list[_Group]) -> Iterator[str]:
 def _group(db: sqlite3.Connection, group: _Group, *, only: int | None = None) -> Iterator[str]:
     """What happened to a group, and its episodes, or `only` one of them."""
     yield f"Group {group.group_id} of prompt {visible(group.prompt_id)} {_standing(db, group)}."
-    for at, line in sorted(_moments(db, group), key=lambda moment: moment[0]):  # stable: equal times keep their order
+    for at, _, line in sorted(_moments(db, group), key=lambda moment: moment[:2]):
         yield f"  {format_time(at)}  {line}"
     yield from _episodes(db, group, only)
 
@@ -144,19 +144,14 @@ def _standing(db: sqlite3.Connection, group: _Group) -> str:
             return f"was {_ENDINGS[ending]}" + (f" ({visible(group.reason)})" if group.reason else "")
 
 
-def _moments(db: sqlite3.Connection, group: _Group) -> Iterator[tuple[float, str]]:
-    """What happened to a group, each with its time."""
-    last, is_finish_due = group.issued_at, group.finished_at is not None
-    finished_at = group.finished_at or 0.0
+def _moments(db: sqlite3.Connection, group: _Group) -> Iterator[tuple[float, int, str]]:
+    """What happened to a group, each with its time and its place among what has the same time."""
     for what, reason, version, at in db.execute(
         "SELECT what, reason, version, at FROM changes WHERE number = ? ORDER BY change", (group.number,)
     ):
-        if is_finish_due and last <= finished_at <= at and what not in ("issued", "reissued"):
-            yield finished_at, _finish(db, group)
-            is_finish_due = False
-        yield at, _change(what, visible(reason), version, group)
-    if is_finish_due and last <= finished_at:
-        yield finished_at, _finish(db, group)
+        yield at, 0 if what in ("issued", "reissued") else 2, _change(what, visible(reason), version, group)
+    if group.finished_at is not None:
+        yield group.finished_at, 1, _finish(db, group)
     row = db.execute(
         "SELECT version, committed_at, (SELECT min(version || ' ' || checkpoint) FROM steps AS later WHERE "
         "later.committed_at = steps.committed_at AND checkpoint IS NOT NULL) FROM steps JOIN step_groups USING (step) "
@@ -165,9 +160,9 @@ def _moments(db: sqlite3.Connection, group: _Group) -> Iterator[tuple[float, str
     ).fetchone()
     if row:
         checkpoint = f" by checkpoint {row[2].split(' ', 1)[1]}" if row[2] else ""
-        yield row[1], f"step {row[0]} is committed{checkpoint}: no crash can undo it"
+        yield row[1], 3, f"step {row[0]} is committed{checkpoint}: no crash can undo it"
     for again in _groups(db, "retry_of = ?", group.group_id)[:1]:
-        yield again.issued_at, f"its prompt runs again as {again.group_id}"
+        yield again.issued_at, 4, f"its prompt runs again as {again.group_id}"
 
 
 def _change(what: str, reason: str, version: int, group: _Group) -> str:

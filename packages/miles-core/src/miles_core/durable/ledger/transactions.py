@@ -21,8 +21,6 @@ class Transactions:
         self._db = db
         self._path = path
         self._failure: LedgerError | None = None
-        self._flush_in: asyncio.AbstractEventLoop | None = None
-        """The loop whose present tick will end with a flush."""
         self._is_closed = False
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -66,18 +64,24 @@ class Transactions:
 
     @contextmanager
     def _writing(self) -> Generator[sqlite3.Connection]:
-        """Writes within the present tick's transaction, which is flushed at its end; at once where no loop runs."""
+        """Writes within the present tick's transaction, which ends with the tick; with this block where no loop runs."""
         if self._failure is not None:
             raise self._failure
         try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
+                if loop is not None:
+                    loop.call_soon(self._flush_tick)
             yield self._db
         except sqlite3.Error as error:
             raise self._fail(error) from error
         finally:
-            if self._failure is None:
-                self._flush_soon()
+            if loop is None and self._failure is None:
+                self.flush()
 
     def _durably(self, write: Callable[[sqlite3.Connection], object]) -> None:
         """`write` in a transaction of its own, on the device with all before it when this returns."""
@@ -92,18 +96,7 @@ class Transactions:
                 self.flush()  # what `write` refused has changed nothing
                 self._db.execute("PRAGMA synchronous = NORMAL")
 
-    def _flush_soon(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.flush()
-            return
-        if self._flush_in is not loop:
-            self._flush_in = loop
-            loop.call_soon(self._flush_tick)
-
     def _flush_tick(self) -> None:
-        self._flush_in = None
         if not self._is_closed:
             with suppress(LedgerError):  # kept: the next call raises it, and `watch` does now
                 self.flush()
