@@ -64,7 +64,7 @@ class Transactions:
 
     @contextmanager
     def _writing(self) -> Generator[sqlite3.Connection]:
-        """Writes within the present tick's transaction, which ends with the tick; with this block where no loop runs."""
+        """Writes in the present tick's transaction, which ends with the tick; with this block where no loop runs."""
         if self._failure is not None:
             raise self._failure
         try:
