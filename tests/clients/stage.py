@@ -23,7 +23,7 @@ from typing import Any
 import agents
 import httpx
 from miles_tito import load_tokenizer
-from miles_tito.server.app import serve
+from miles_tito.server import serve
 from plays import PLAYS
 from small_tokenizer import write_tokenizer
 from text_engine import engine_app

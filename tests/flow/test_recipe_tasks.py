@@ -13,7 +13,7 @@ from miles_rollout.worker import Worker
 from miles_tito.client import SessionClient
 from miles_tito.engine.generation import GenerateRequest
 from miles_tito.records import Outcome, Sampling
-from miles_tito.server.app import create_app, serve
+from miles_tito.server import create_app, serve
 from miles_tito.testing import ScriptedEngine
 from miles_tito.tokens.tokenizer import Tokenizer, load_tokenizer
 from miles_train.models.tiny_tokenizer import save_tokenizer, train_tokenizer

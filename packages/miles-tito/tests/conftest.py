@@ -14,7 +14,7 @@ import httpx
 import pytest
 from miles_tito.engine.generation import Engine
 from miles_tito.records import Sampling
-from miles_tito.server.app import create_app, serve
+from miles_tito.server import create_app, serve
 from miles_tito.tokens.tokenizer import Tokenizer, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds nothing by itself

@@ -161,6 +161,7 @@ def test_a_template_that_drops_images_is_refused():
     [
         ({"type": "image_url", "image_url": {}}, "an image without a URL"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}, "no base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,é"}}, "no base64"),
         ({"type": "input_audio"}, "'input_audio' part"),
     ],
 )

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from miles_tito import RequestError, Sampling, Session, Tokenizer
 from miles_tito.server.dialects.base import TurnRequest
-from miles_tito.server.dialects.chat import ChatDialect
+from miles_tito.server.dialects.chat import CHAT
 from miles_tito.server.live_session import Answer, LiveSession
 from miles_tito.server.session_store import SessionStore
 from miles_tito.sessions.client_headers import Hints
@@ -33,7 +33,7 @@ def open_live(tokenizer: Tokenizer) -> Callable[..., LiveSession]:
 
 def ask(text: str, *more: dict[str, Any]) -> TurnRequest:
     body = {"messages": [{"role": "user", "content": text}, *more]}
-    return ChatDialect().read(msgspec.json.encode(body), sampling=Sampling(), model="m")[0]
+    return CHAT.read(msgspec.json.encode(body), Sampling(), "m")[0]
 
 
 async def content(running: Answer) -> str:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .adapters.layouts import to_slime, to_trl, to_verl
     from .client import SessionClient
     from .engine.sglang import SGLangEngine
-    from .server.app import create_app
+    from .server import create_app
     from .sessions.session import Session
     from .tokens.family_choice import probe_template
     from .tokens.template_checks import Finding
@@ -59,7 +59,7 @@ _LAZY = {
     "Session": "sessions.session",
     "SessionClient": "client",
     "Tokenizer": "tokens.tokenizer",
-    "create_app": "server.app",
+    "create_app": "server",
     "load_tokenizer": "tokens.tokenizer",
     "probe_template": "tokens.family_choice",
     "to_slime": "adapters.layouts",

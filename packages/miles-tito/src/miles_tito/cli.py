@@ -120,7 +120,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from .engine.sglang import SGLangEngine
     from .errors import RecordError
     from .records import Sampling
-    from .server.app import create_app, serve
+    from .server import create_app, serve
     from .tokens.tokenizer import load_tokenizer, read_max_context
 
     experts = ExpertLayout.from_folder(args.tokenizer) if args.routed_experts else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from miles_tito.engine.lost_requests import WatchedEngine
 from miles_tito.engine.sglang import SGLangEngine
-from miles_tito.server.app import create_app, serve
+from miles_tito.server import create_app, serve
 from miles_tito.tokens.tokenizer import load_tokenizer
 
 from miles_core.monitor.metering import Counters, MeteredEngine

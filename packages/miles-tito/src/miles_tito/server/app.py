@@ -7,8 +7,14 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
 from miles_tito.engine.generation import Engine
-from miles_tito.errors import MilesError, MissingDependency, RequestError
+from miles_tito.errors import MilesError, RequestError
 from miles_tito.records import Sampling
 from miles_tito.sessions.journal import StateDir
 from miles_tito.tokens.families import Family
@@ -17,32 +23,15 @@ from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.tokenizer import Tokenizer
 
 from .dialects.base import Dialect
-from .dialects.chat import ChatDialect
-from .dialects.messages import MessagesDialect
-from .dialects.responses import ResponsesDialect
-from .http_server import serve
+from .dialects.chat import CHAT
+from .dialects.messages_request import COUNT_TOKENS, MESSAGES
+from .dialects.responses_request import RESPONSES
 from .openapi import document
 from .session_routes import SessionRoutes, json_response
 from .session_service import Hub
 from .session_store import SessionStore
 from .turn_answers import refusal
 from .turn_routes import TurnRoutes
-
-try:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
-    from starlette.types import ASGIApp
-except ImportError as error:
-    raise MissingDependency("pip install 'miles-tito[server]'") from error
-
-__all__ = ["create_app", "serve"]
-
-_CHAT = ChatDialect()
-_MESSAGES = MessagesDialect()
-_COUNTS = MessagesDialect(counts_only=True)
-_RESPONSES = ResponsesDialect()
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -111,7 +100,7 @@ def _routes(hub: Hub) -> list[Route]:
     sessions, turns = SessionRoutes(hub=hub), TurnRoutes(hub=hub)
     below = "/sessions/{session_id}"
 
-    def route(path: str, endpoint: Endpoint, *methods: str, dialect: Dialect = _CHAT) -> Route:
+    def route(path: str, endpoint: Endpoint, *methods: str, dialect: Dialect = CHAT) -> Route:
         return Route(path, _answered(endpoint, hub, dialect), methods=methods)
 
     def ask(path: str, dialect: Dialect) -> Route:
@@ -121,14 +110,14 @@ def _routes(hub: Hub) -> list[Route]:
     routes: list[Route] = []
     for base in (f"{below}/v1", "/v1"):
         routes += [
-            ask(f"{base}/chat/completions", _CHAT),
-            ask(f"{base}/messages", _MESSAGES),
-            ask(f"{base}/responses", _RESPONSES),
+            ask(f"{base}/chat/completions", CHAT),
+            ask(f"{base}/messages", MESSAGES),
+            ask(f"{base}/responses", RESPONSES),
             route(
                 f"{base}/messages/count_tokens",
-                lambda request: turns.count(request, _COUNTS),
+                lambda request: turns.count(request, COUNT_TOKENS),
                 "POST",
-                dialect=_MESSAGES,
+                dialect=MESSAGES,
             ),
             route(f"{base}/models", turns.models, "GET"),
             route(base, turns.head, "HEAD"),
@@ -173,4 +162,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
         status=getattr(error, "status_code", 404),
         code="not_found",
     )
-    return refusal(problem, _MESSAGES if request.url.path.endswith("/messages") else _CHAT)
+    return refusal(problem, MESSAGES if request.url.path.endswith("/messages") else CHAT)

@@ -8,15 +8,10 @@ import logging
 import socket
 from collections.abc import Callable, Generator
 
-from miles_tito.errors import MissingDependency
+import uvicorn
+from starlette.applications import Starlette
 
 from .session_store import SessionStore
-
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-except ImportError as error:
-    raise MissingDependency("pip install 'miles-tito[server]'") from error
 
 _log = logging.getLogger(__name__)
 

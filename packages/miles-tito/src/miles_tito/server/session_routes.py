@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
-from miles_tito.errors import MissingDependency, RequestError, SampleError
+from miles_tito.errors import RequestError, SampleError
 from miles_tito.records import Episode, Outcome, Sample, Sampling, Trajectory, check_reward
 from miles_tito.records.encoding import encode_many, encode_samples, samples_to_safetensors
 from miles_tito.records.samples import to_samples
 from miles_tito.sessions.session import Session
 from miles_tito.sessions.turn_selection import picker_named
 
-from .dialects.chat import read_tools
-from .dialects.fields import refused, wrong
+from .dialects import fields
+from .dialects.chat import ChatTool
 from .live_session import LiveSession
 from .session_service import OWN, Hub
 from .turn_answers import JSON
 
-try:
-    from starlette.requests import Request
-    from starlette.responses import Response
-except ImportError as error:
-    raise MissingDependency("pip install 'miles-tito[server]'") from error
-
 MSGPACK = "application/msgpack"
 SAFETENSORS = "application/x-safetensors"
 
-T = TypeVar("T")
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Opening(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SessionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of `POST /sessions`."""
 
     session_id: str | None = None
     family: str | None = None
-    tools: list[dict[str, Any]] = []
+    tools: list[ChatTool] = []
     """For requests that bring none of their own."""
     sampling: Sampling | None = None
     metadata: dict[str, Any] = {}
@@ -50,7 +46,7 @@ class Opening(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Forgotten when unused for so long."""
 
 
-class Grade(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SamplesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of `POST /sessions/{id}/samples`."""
 
     reward: float | None = None
@@ -60,7 +56,7 @@ class Grade(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_id: str | None = None
     group_id: str | None = None
     picker: str = "default"
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: fields.Positive | None = None
     """Longer trajectories are dropped."""
     metadata: dict[str, Any] = {}
 
@@ -92,12 +88,22 @@ class SessionRoutes:
             raise RequestError(
                 "Opening a session needs the server's API key as a bearer token.", status=401, code="invalid_api_key"
             )
-        body = await request.body() or b"{}"
-        opening = _read(body, Opening)
-        _check_opening(body, opening)
-        if opening.session_id == OWN:
-            raise wrong("session_id", OWN, "another id; this one stands for the bearer token's own session")
-        live, api_key = self.hub.open(**{name: getattr(opening, name) for name in opening.__struct_fields__})
+        given = fields.read_object(await request.body() or b"{}")
+        asked = fields.as_struct(given, SessionRequest)
+        unknown = sorted({*given.get("sampling", ())} - {field.name for field in dataclasses.fields(Sampling)})
+        if unknown:
+            raise fields.refused("sampling", f"Fields that no sampling has: {', '.join(unknown)}.")
+        if asked.session_id == OWN:
+            raise fields.wrong("session_id", OWN, "another id; this one stands for the bearer token's own session")
+        live, api_key = self.hub.open(
+            session_id=asked.session_id,
+            family=asked.family,
+            sampling=asked.sampling,
+            tools=given.get("tools", ()),  # as they came, for the chat template
+            metadata=asked.metadata,
+            deadline_s=asked.deadline_s,
+            ttl_s=asked.ttl_s,
+        )
         session = live.session
         return json_response(
             {
@@ -130,12 +136,12 @@ class SessionRoutes:
 
     async def samples(self, request: Request) -> Response:
         session = self._session(request).session
-        grade = _read(await request.body() or b"{}", Grade)
-        picked = session.pick(picker_named(grade.picker), max_tokens=grade.max_tokens)
+        asked = fields.as_struct(fields.read_object(await request.body() or b"{}"), SamplesRequest)
+        picked = session.pick(picker_named(asked.picker), max_tokens=asked.max_tokens)
         accept = request.headers.get("accept", "")
 
         def build() -> Response:
-            samples = _samples(session, session.assemble(picked), grade)
+            samples = _samples(session, session.assemble(picked), asked)
             if SAFETENSORS in accept:
                 headers = {"x-miles-num-dropped": str(len(picked.dropped))}
                 return Response(samples_to_safetensors(samples), media_type=SAFETENSORS, headers=headers)
@@ -164,41 +170,25 @@ def json_response(value: Any, *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value, enc_hook=plain), status_code=status, media_type=JSON)
 
 
-def _samples(session: Session, trajectories: tuple[Trajectory, ...], grade: Grade) -> list[Sample]:
-    if grade.outcome is not None:
+def _samples(session: Session, trajectories: tuple[Trajectory, ...], asked: SamplesRequest) -> list[Sample]:
+    if asked.outcome is not None:
         # Says no to a reward with an outcome that carries none, and the other way round.
-        error = None if grade.outcome.has_reward else f"the client reported {grade.outcome}"
-        check_reward(grade.outcome, grade.reward, error)
-        if not grade.outcome.has_reward:
+        error = None if asked.outcome.has_reward else f"the client reported {asked.outcome}"
+        check_reward(asked.outcome, asked.reward, error)
+        if not asked.outcome.has_reward:
             raise SampleError(
-                f"Outcome {grade.outcome} carries no reward, so session {session.id} is no training data."
+                f"Outcome {asked.outcome} carries no reward, so session {session.id} is no training data."
             )
     episode = Episode(
         id=session.id,
-        prompt_id=grade.prompt_id or session.id,
-        group_id=grade.group_id or session.id,
-        outcome=grade.outcome or Outcome.GRADED,
-        reward=0.0 if grade.reward is None else grade.reward,
+        prompt_id=asked.prompt_id or session.id,
+        group_id=asked.group_id or session.id,
+        outcome=asked.outcome or Outcome.GRADED,
+        reward=0.0 if asked.reward is None else asked.reward,
         trajectories=trajectories,
     )
-    advantage = grade.advantage if grade.advantage is not None else grade.reward or 0.0
+    advantage = asked.advantage if asked.advantage is not None else asked.reward or 0.0
     return [
-        replace(sample, reward=grade.reward, metadata={**sample.metadata, **grade.metadata})
+        replace(sample, reward=asked.reward, metadata={**sample.metadata, **asked.metadata})
         for sample in to_samples(episode, advantage)
     ]
-
-
-def _check_opening(body: bytes, opening: Opening) -> None:
-    """What the types alone let through."""
-    read_tools({"tools": opening.tools})
-    if opening.sampling is not None:
-        unknown = sorted(set(msgspec.json.decode(body)["sampling"]) - {field.name for field in fields(Sampling)})
-        if unknown:
-            raise refused("sampling", f"Fields that no sampling has: {', '.join(unknown)}.")
-
-
-def _read(body: bytes, cls: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=cls)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"The body is not as it should be: {error}", code="invalid_body") from error

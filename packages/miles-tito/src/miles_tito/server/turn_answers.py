@@ -6,21 +6,17 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from miles_tito.errors import EngineError, MilesError, RecordError, RequestError, TemplateError
 from miles_tito.sessions.tree import Node
 from miles_tito.tokens.tokenizer import Tokenizer
 
-from .dialects.base import AnswerWriter, Dialect, Ending, SampledToken, Usage
+from .dialects.base import AnswerWriter, Dialect, Ending, SampledToken, TokenUsage
 from .live_session import Answer, LiveSession, as_request_error
 from .metrics import Metrics
-
-try:
-    from starlette.responses import Response
-    from starlette.types import Receive, Scope, Send
-except ImportError as error:
-    from miles_tito.errors import MissingDependency
-
-    raise MissingDependency("pip install 'miles-tito[server]'") from error
 
 JSON = "application/json"
 _HOLD_HEAD_S = 5.0
@@ -101,7 +97,7 @@ class TurnAnswer:
 
     def _ending(self, node: Node) -> Ending:
         assert node.finish_reason is not None, f"turn {node.id} is answered before it ended"
-        usage = Usage(
+        usage = TokenUsage(
             prompt_tokens=node.num_ids - len(node.completion_ids),
             completion_tokens=len(node.completion_ids),
             cached_tokens=self._answer.cached_tokens,
@@ -121,7 +117,7 @@ class TurnAnswer:
 def refusal(error: MilesError, dialect: Dialect) -> Response:
     """`error` as an answer in the dialect's own shape."""
     problem = as_problem(error)
-    return Response(dialect.error(problem), status_code=problem.status, media_type=JSON)
+    return Response(msgspec.json.encode(dialect.error(problem)), status_code=problem.status, media_type=JSON)
 
 
 def as_problem(error: MilesError) -> RequestError:

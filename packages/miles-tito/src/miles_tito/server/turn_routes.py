@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from miles_tito.errors import MissingDependency
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
 from miles_tito.sessions.client_headers import read_hints
 
-from .dialects.base import Dialect, TurnRequest, Usage
+from .dialects.base import Dialect, TokenUsage, TurnRequest
 from .live_session import Answer, LiveSession, encode
 from .session_routes import json_response, token
 from .session_service import OWN, Hub
 from .turn_answers import TurnAnswer
-
-try:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import ASGIApp
-except ImportError as error:
-    raise MissingDependency("pip install 'miles-tito[server]'") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +29,11 @@ class TurnRoutes:
         began = time.perf_counter()
         hub = self.hub
         live = self._session(request)
-        asked, writer = dialect.read(await request.body(), sampling=live.session.sampling, model=hub.model)
+        asked, writer = dialect.read(await request.body(), live.session.sampling, hub.model)
         answer = await live.start(asked, hub.engine, hints=read_hints(request.headers), metrics=hub.metrics)
         node = answer.node
         prompt = node.num_ids - len(node.completion_ids)
-        writer.start(rid=node.rid, model=hub.model, usage=Usage(prompt_tokens=prompt))
+        writer.start(rid=node.rid, model=hub.model, usage=TokenUsage(prompt_tokens=prompt))
         hub.metrics.time("added_seconds", time.perf_counter() - began)
         return TurnAnswer(
             live,
@@ -53,7 +49,7 @@ class TurnRoutes:
     async def count(self, request: Request, dialect: Dialect) -> Response:
         """The tokens that a request would put before the model."""
         session = self._session(request).session
-        asked, _ = dialect.read(await request.body(), sampling=session.sampling, model=self.hub.model)
+        asked, _ = dialect.read(await request.body(), session.sampling, self.hub.model)
         hints = read_hints(request.headers)
         plan = session.plan(asked.messages, tools=asked.tools, variables=asked.variables, hints=hints)
         return json_response({"input_tokens": session.num_ids(plan, await encode(session, plan))})

@@ -7,7 +7,6 @@ belongs. The template writes one placeholder an image, which becomes as many as 
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import hashlib
 import io
@@ -124,7 +123,7 @@ def counter_for(folder: str) -> ImageCounter:
 def _bytes(url: str, where: str) -> bytes:
     try:
         return base64.b64decode(url.partition("base64,")[2], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or text that is not ASCII
         raise RequestError(
             f"{where}: the data URL is no base64: {error}.", code="unsupported_content", param=where
         ) from error

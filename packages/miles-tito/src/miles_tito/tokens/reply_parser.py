@@ -11,7 +11,7 @@ from miles_tito.records import Message
 
 from .families.base import Family, Schemas
 from .families.channels import GRAMMARS, HEADER_MARKS, ChannelParser
-from .families.parser import Parser, Piece, TurnParser
+from .families.parser import Piece, PieceParser, TurnParser, begun_mark
 from .tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ class TurnReader:
         # Some tokenizers declare the marks of reasoning and tool calls control tokens; the parser needs them.
         marks = {i for mark in _marks(family) if (i := tokenizer.token_id(mark)) is not None}
         self._text = tokenizer.decode_stream(keep=frozenset(marks))
-        self._parser: Parser = (
+        self._parser: PieceParser = (
             ChannelParser(GRAMMARS[family.channels], tools=bool(tools))
             if family.channels
             else TurnParser(family, tools=bool(tools), in_reasoning=in_reasoning, schemas=tool_schemas(tools))
@@ -69,7 +69,7 @@ class TurnReader:
         if found:
             at, self.stop_string = min(found)
             return text[:at]
-        hold = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        hold = begun_mark(text, self._stop)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """Tokens of one turn."""
 
     prompt_tokens: int
@@ -63,7 +63,7 @@ class Ending:
 
     finish: FinishReason
     stop_string: str | None
-    usage: Usage
+    usage: TokenUsage
     tokens: tuple[SampledToken, ...] | None = None
     """All that was sampled, marks and end token among them, where the request wants log-probs."""
 
@@ -71,7 +71,7 @@ class Ending:
 class AnswerWriter(Protocol):
     """Writes one answer, whole or in server-sent events."""
 
-    def start(self, *, rid: str, model: str, usage: Usage) -> None:
+    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
         """Name the answer; comes before everything else."""
         ...
 
@@ -100,20 +100,15 @@ class AnswerWriter(Protocol):
         ...
 
 
-class Dialect(Protocol):
-    """One API that clients speak."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One API that clients speak; the routes of agents are served with one each."""
 
-    def read(self, body: bytes, *, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
-        """The request in `body`.
-
-        Raises:
-            RequestError: it is malformed, or asks for what this server does not do.
-        """
-        ...
-
-    def error(self, problem: RequestError) -> bytes:
-        """The body of an answer that says no."""
-        ...
+    read: Callable[[bytes, Sampling, str], tuple[TurnRequest, AnswerWriter]]
+    """From a body, the session's sampling and its model's name to the request; raises RequestError where it is
+    malformed, or asks for what this server does not do."""
+    error: Callable[[RequestError], dict[str, Any]]
+    """The body of an answer that says no."""
 
 
 def openai_error(problem: RequestError) -> dict[str, Any]:

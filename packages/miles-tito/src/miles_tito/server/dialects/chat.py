@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,84 +17,88 @@ from . import fields
 from .base import (
     PING,
     AnswerWriter,
+    Dialect,
     Ending,
     SampledToken,
+    TokenUsage,
     TurnRequest,
-    Usage,
     call_id,
     event,
     openai_error,
 )
-from .demands import call_form, check_parallel, json_form, one_form
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "separate_reasoning": (True,),
+_MESSAGES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"role": {"enum": ["system", "user", "assistant", "tool"]}, "content": {"type": "string"}},
+        "required": ["role", "content"],
+    },
 }
-"""Fields whose other values would change what is sampled or recorded, with the values that change nothing."""
-_HINTS = {
-    "n": "Send one request a reply; each is recorded as a branch of its own.",
-    "top_logprobs": "`logprobs` gives those of the sampled tokens.",
-}
-_NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""Labels for the operator's own bookkeeping; they never change an answer."""
-_READ = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "model", "messages", "tools", "stream", "stream_options"),
-    *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "chat_template_kwargs"),
-    *("logprobs", "response_format", "tool_choice", "parallel_tool_calls"),
-)
 
 
-class ChatDialect:
-    """`POST /v1/chat/completions`."""
+class ChatFunction(msgspec.Struct):
+    name: str
+    description: Any = None
+    parameters: dict[str, Any] = {}
+    """JSON schema."""
+    strict: Any = None
 
-    def read(self, body: bytes, *, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
-        """See `Dialect.read`."""
-        given = fields.read_object(body)
-        fields.refuse_others(given, read=_READ, neutral=_NEUTRAL, no_effect=_NO_EFFECT, hints=_HINTS)
-        limits = [fields.integer(given, key, at_least=1) for key in ("max_tokens", "max_completion_tokens")]
-        max_tokens = min((limit for limit in limits if limit is not None), default=None)
-        options = fields.mapping(given, "stream_options")
-        if set(options) - {"include_usage"}:
-            raise fields.refused("stream_options", f"Only `include_usage` is known, got {sorted(options)}.")
-        pinned = fields.pinned_fields(
-            given, sampling=sampling, model=model, max_tokens=max_tokens, max_tokens_field="max_tokens"
-        )
-        one_call = not fields.boolean(given, "parallel_tool_calls", default=True)
-        form = one_form(
-            json_form(fields.mapping(given, "response_format"), "response_format", nested="json_schema"),
-            call_form(given.get("tool_choice"), one=one_call, nested="function"),
-        )
-        check_parallel(given, form)
-        request = TurnRequest(
-            messages=tuple(normalize(given.get("messages"))),
-            tools=read_tools(given),
-            variables=fields.mapping(given, "chat_template_kwargs"),
-            max_tokens=max_tokens,
-            stop=fields.strings(given, "stop"),
-            stop_token_ids=fields.token_ids(given, "stop_token_ids"),
-            stream=fields.boolean(given, "stream"),
-            form=form,
-            wants_logprobs=fields.boolean(given, "logprobs"),
-            pinned=(*pinned, *fields.strict_tools(given)),
-        )
-        return request, ChatWriter(include_usage=fields.boolean(options, "include_usage"))
 
-    def error(self, problem: RequestError) -> bytes:
-        """See `Dialect.error`."""
-        return msgspec.json.encode(openai_error(problem))
+class ChatTool(msgspec.Struct):
+    """A tool in OpenAI's form, which chat templates take as it came."""
+
+    function: ChatFunction
+    type: Annotated[Any, msgspec.Meta(extra_json_schema={"enum": ["function"]})] = "function"
+    strict: Any = None
+
+    def __post_init__(self) -> None:
+        if self.type != "function":
+            raise ValueError(f"Only function tools are served, got {self.type!r:.80}")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+class ChatRequest(fields.AgentRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[Any, msgspec.Meta(extra_json_schema=_MESSAGES)]
+    """Read by `tokens.messages.normalize`."""
+    tools: list[ChatTool] | None = None
+    tool_choice: Annotated[fields.ToolChoice | None, fields.CHOICES] = None
+    parallel_tool_calls: bool = True
+    response_format: Annotated[fields.ReplyFormat | None, fields.FORMATS] = None
+    max_tokens: fields.Positive | None = None
+    max_completion_tokens: fields.Positive | None = None
+    stop: fields.NonEmpty | tuple[fields.NonEmpty, ...] = ()
+    stop_token_ids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...] = ()
+    top_k: float | None = None
+    min_p: float | None = None
+    seed: float | None = None
+    stream_options: StreamOptions = StreamOptions()
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool = False
+    n: Annotated[Any, fields.only(1, hint="Send one request a reply; each is recorded as a branch of its own.")] = None
+    frequency_penalty: Annotated[Any, fields.only(0)] = None
+    presence_penalty: Annotated[Any, fields.only(0)] = None
+    repetition_penalty: Annotated[Any, fields.only(1)] = None
+    logit_bias: Annotated[Any, fields.only({})] = None
+    top_logprobs: Annotated[Any, fields.only(0, hint="`logprobs` gives those of the sampled tokens.")] = None
+    modalities: Annotated[Any, fields.only(["text"])] = None
+    service_tier: Annotated[Any, fields.only("auto", "default")] = None
+    store: Annotated[Any, fields.only(False)] = None
+    ignore_eos: Annotated[Any, fields.only(False)] = None
+    min_tokens: Annotated[Any, fields.only(0)] = None
+    add_generation_prompt: Annotated[Any, fields.only(True)] = None
+    continue_final_message: Annotated[Any, fields.only(False)] = None
+    separate_reasoning: Annotated[Any, fields.only(True)] = None
+    user: Any = None
+    """This and the next three are labels for the operator's own bookkeeping; they never change an answer."""
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 class ChatWriter:
@@ -104,7 +108,7 @@ class ChatWriter:
         self._include_usage = include_usage
         self._num_calls = 0
 
-    def start(self, *, rid: str, model: str, usage: Usage) -> None:
+    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
         self._rid = rid
         self._base = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": model}
 
@@ -171,7 +175,7 @@ def _logprobs(tokens: Sequence[SampledToken] | None) -> dict[str, Any] | None:
     return {"content": rows, "refusal": None}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -180,21 +184,31 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def read_tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
-    """The functions under `tools`, none where the model shall call none, None where the field is absent.
+def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
+    """See `Dialect.read`."""
+    given = fields.read_object(body)
+    asked = fields.as_struct({"messages": [], **given}, ChatRequest)
+    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
+    max_tokens = min(limits, default=None)
+    form = fields.one_form(
+        asked.response_format.form("response_format") if asked.response_format else None,
+        fields.call_form(asked.tool_choice, one=not asked.parallel_tool_calls),
+    )
+    fields.check_parallel(asked.parallel_tool_calls, form)
+    strict = any(tool.strict is True or tool.function.strict is True for tool in asked.tools or ())
+    request = TurnRequest(
+        messages=tuple(normalize(asked.messages)),
+        tools=() if asked.tool_choice == "none" else tuple(given["tools"]) if "tools" in given else None,
+        variables=asked.chat_template_kwargs or {},
+        max_tokens=max_tokens,
+        stop=(asked.stop,) if isinstance(asked.stop, str) else asked.stop,
+        stop_token_ids=asked.stop_token_ids,
+        stream=asked.stream,
+        form=form,
+        wants_logprobs=asked.logprobs,
+        pinned=(*asked.pinned(max_tokens, "max_tokens", sampling, model), *(["tools.strict"] if strict else [])),
+    )
+    return request, ChatWriter(include_usage=asked.stream_options.include_usage)
 
-    Raises:
-        RequestError: they are none, or not only functions.
-    """
-    tools = fields.sequence(given, "tools")
-    for tool in tools:
-        tool = fields.item(tool, "tools")
-        if tool.get("type", "function") != "function":
-            raise fields.refused("tools", f"Only function tools are served, got {tool['type']!r:.80}.")
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
-            raise fields.wrong("tools", tool, 'objects like {"type": "function", "function": {"name": …}}')
-        fields.mapping(cast("dict[str, Any]", function), "parameters")
-    if given.get("tool_choice") == "none":
-        return ()
-    return tuple(tools) if "tools" in given else None
+
+CHAT = Dialect(read=read_request, error=openai_error)

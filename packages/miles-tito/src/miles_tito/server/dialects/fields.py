@@ -1,14 +1,140 @@
-"""Request bodies read strictly: what would go unheard is refused by name."""
+"""What the requests of all dialects share. They are Structs, read strictly: what would go unheard is refused by name.
+
+The Structs are also the schemas of `GET /openapi.json`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+import functools
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.records import Sampling
+from miles_tito.tokens.constrained_output import Form
+
+S = TypeVar("S", bound=msgspec.Struct)
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+def only(*values: Any, hint: str | None = None) -> msgspec.Meta:
+    """Of a field whose other values would change what is sampled or recorded: those that change nothing."""
+    return msgspec.Meta(extra_json_schema={"enum": list(values)}, extra={"only": values}, description=hint)
+
+
+def hint(text: str) -> msgspec.Meta:
+    """What is served of a field: in the document, and in the answer to whoever sent something else."""
+    return msgspec.Meta(description=text)
+
+
+class AgentRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of a request for one model call; each dialect has a child of it."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+
+    def pinned(self, limit: int | None, limit_field: str, sampling: Sampling, model: str) -> list[str]:
+        """The fields that ask for something else than the session serves."""
+        keys = ("temperature", "top_p", "top_k", "min_p", "seed")
+        asked = {key: value for key in keys if (value := getattr(self, key, None)) is not None}
+        pinned = [key for key, value in asked.items() if value != getattr(sampling, key)]
+        if limit is not None and limit > sampling.max_tokens:
+            pinned.append(limit_field)
+        if self.model not in (None, model):
+            pinned.append("model")
+        return pinned
+
+
+class ReplyFormat(msgspec.Struct):
+    """What a reply must be; chat completions wrap the schema once more, in `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = None
+
+    def form(self, param: str) -> Form | None:
+        """None for plain text; `param` is the field's name, for messages."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return Form(param=param, schema={"type": "object"})
+            case "json_schema":
+                schema = (self.json_schema or {}).get("schema", self.schema)
+                if not isinstance(schema, dict):
+                    raise wrong(f"{param}.schema", schema, "a JSON schema")
+                return Form(param=param, schema=cast("dict[str, Any]", schema))
+
+
+class FunctionChoice(msgspec.Struct):
+    """The one function that the model is to call; chat completions wrap its name in `function`."""
+
+    type: Literal["function"]
+    name: str | None = None
+    function: dict[str, Any] | None = None
+
+
+ToolChoice = Literal["auto", "none", "required"] | FunctionChoice
+CHOICES = hint("Only auto, none, required or one function is served.")
+FORMATS = hint("Only text, json_object and json_schema are served.")
+
+
+def call_form(choice: ToolChoice | None, *, one: bool) -> Form | None:
+    """The calls that OpenAI's `tool_choice` forces; None where it forces none.
+
+    Args:
+        one: whether the request allows one call only.
+    """
+    if isinstance(choice, FunctionChoice):
+        name = (choice.function or {}).get("name", choice.name)
+        if not isinstance(name, str):
+            raise wrong("tool_choice.name", name, "a string")
+        return Form(param="tool_choice", names=(name,), one=True)
+    return Form(param="tool_choice", one=one) if choice == "required" else None
+
+
+def one_form(*forms: Form | None) -> Form | None:
+    """The form among `forms`; at most one can be forced."""
+    found = [form for form in forms if form]
+    if len(found) > 1:
+        raise refused(found[0].param, f"It cannot be forced together with `{found[1].param}`.")
+    return found[0] if found else None
+
+
+def check_parallel(parallel: bool, form: Form | None) -> None:
+    """Refuse one call at a time where calls are the model's own choice."""
+    if not parallel and (form is None or form.schema is not None):
+        raise refused(
+            "parallel_tool_calls",
+            "The model may call several tools where it chooses to. Leave it out, or force the call by `tool_choice`.",
+        )
+
+
+def function(name: str, description: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters or {}}}
+
+
+def join_texts(parts: Sequence[dict[str, Any]]) -> Any:
+    """Neighbouring texts as one, each on a line of its own; a plain string where there is nothing else."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            before = joined[-1]["text"]
+            gap = "" if not before or before.endswith("\n") else "\n"
+            joined[-1] = {"type": "text", "text": f"{before}{gap}{part['text']}"}
+        else:
+            joined.append(part)
+    if not joined:
+        return ""
+    return joined[0]["text"] if len(joined) == 1 and joined[0]["type"] == "text" else joined
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -26,50 +152,30 @@ def read_object(body: bytes) -> dict[str, Any]:
     return {key: value for key, value in cast("dict[str, Any]", fields).items() if value is not None}
 
 
-def refuse_others(
-    given: Mapping[str, Any],
-    *,
-    read: Collection[str],
-    neutral: Mapping[str, Sequence[Any]],
-    no_effect: Collection[str],
-    hints: Mapping[str, str] | None = None,
-) -> None:
-    """Refuse every field that is neither read, nor a label without effect, nor at a value that changes nothing."""
-    for key, allowed in neutral.items():
-        if key in given and given[key] not in allowed:
-            shown = " or ".join(dumps(value) for value in allowed)
-            hint = (hints or {}).get(key, "")
-            raise refused(key, f"Only {shown} is served, got {given[key]!r:.80}. {hint}".strip())
-    unknown = sorted(set(given) - set(read) - set(neutral) - set(no_effect))
+def as_struct(given: dict[str, Any], cls: type[S]) -> S:
+    """The fields of a request, checked.
+
+    Raises:
+        RequestError: one is unknown, or has a value that is not served; it is named.
+    """
+    metas = _metas(cls)
+    for key, value in given.items():
+        meta = metas.get(key)
+        if meta and meta.extra and value not in meta.extra["only"]:
+            shown = " or ".join(map(dumps, meta.extra["only"]))
+            raise refused(key, f"Only {shown} is served, got {value!r:.80}. {meta.description or ''}".strip())
+    unknown = sorted(set(given) - set(cls.__struct_fields__))
     if unknown:
         raise refused(unknown[0], f"Fields that are not served here: {', '.join(unknown)}. Leave them out.")
-
-
-def pinned_fields(
-    given: Mapping[str, Any], *, sampling: Sampling, model: str, max_tokens: int | None, max_tokens_field: str
-) -> list[str]:
-    """The fields that ask for something else than the session serves."""
-    keys = ("temperature", "top_p", "top_k", "min_p", "seed")
-    pinned = [key for key in keys if key in given and number(given, key) != getattr(sampling, key)]
-    if max_tokens is not None and max_tokens > sampling.max_tokens:
-        pinned.append(max_tokens_field)
-    if given.get("model", model) != model:
-        pinned.append("model")
-    return pinned
-
-
-def strict_tools(given: Mapping[str, Any]) -> list[str]:
-    """`tools.strict` where a tool asks that the arguments keep to its schema, which a session leaves to the model."""
-    tools = [_object(tool) for tool in sequence(given, "tools")]
-    inner = [
-        item for tool in tools for item in (tool, _object(tool.get("function")), *map(_object, sequence(tool, "tools")))
-    ]
-    asked = any(item.get("strict") is True for item in inner)
-    return ["tools.strict"] if asked else []
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    try:
+        return msgspec.convert(given, cls)
+    except (msgspec.ValidationError, RecursionError) as error:
+        text, _, path = str(error).partition(" - at `$")
+        where = path.strip("`.") or "".join(re.findall(r"field `(\w+)`", text))
+        param = where.partition(".")[0].partition("[")[0]
+        served = (metas[param].description if param in metas else None) or ""
+        message = f"`{where}`: {text.removesuffix('.')}. {served}".strip()
+        raise RequestError(message, code="invalid_value", param=param) from error
 
 
 def refused(param: str, text: str) -> RequestError:
@@ -80,69 +186,13 @@ def wrong(param: str, value: Any, wanted: str) -> RequestError:
     return RequestError(f"`{param}` must be {wanted}, got {value!r:.80}.", code="invalid_value", param=param)
 
 
-def strings(given: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    value = given.get(key, [])
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(v, str) and v for v in cast("list[Any]", values)):
-        raise wrong(key, value, "a non-empty string or a list of them")
-    return tuple(cast("list[str]", values))
-
-
-def token_ids(given: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = given.get(key, [])
-    if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**31 for v in cast("list[Any]", value)):
-        raise wrong(key, value, "a list of token ids")
-    return tuple(cast("list[int]", value))
-
-
-def integer(given: Mapping[str, Any], key: str, *, at_least: int) -> int | None:
-    value = given.get(key)
-    if value is not None and (type(value) is not int or value < at_least):
-        raise wrong(key, value, f"an integer of at least {at_least}")
-    return value
-
-
-def number(given: Mapping[str, Any], key: str) -> float:
-    value = given[key]
-    if type(value) not in (int, float):
-        raise wrong(key, value, "a number")
-    return value
-
-
-def boolean(given: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    value = given.get(key, default)
-    if not isinstance(value, bool):
-        raise wrong(key, value, "true or false")
-    return value
-
-
-def mapping(given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = given.get(key, {})
-    if not isinstance(value, dict):
-        raise wrong(key, value, "an object")
-    return cast("dict[str, Any]", value)
-
-
-def sequence(given: Mapping[str, Any], key: str) -> list[Any]:
-    value = given.get(key, [])
-    if not isinstance(value, list):
-        raise wrong(key, value, "a list")
-    return cast("list[Any]", value)
-
-
-def item(value: Any, where: str) -> dict[str, Any]:
-    """`value`, an object without its null fields; messages name it `where`."""
-    if not isinstance(value, dict):
-        raise wrong(where, value, "an object")
-    return {key: field for key, field in cast("dict[str, Any]", value).items() if field is not None}
-
-
-def text(given: Mapping[str, Any], key: str, where: str) -> str:
-    value = given.get(key)
-    if not isinstance(value, str):
-        raise wrong(f"{where}.{key}", value, "a string")
-    return value
-
-
 def dumps(value: Any) -> str:
+    """`value` as JSON text."""
     return msgspec.json.encode(value).decode()
+
+
+@functools.cache
+def _metas(cls: type[msgspec.Struct]) -> dict[str, msgspec.Meta]:
+    """What `only` and `hint` say of a Struct's fields."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: meta for name, type_ in hints.items() for meta in getattr(type_, "__metadata__", ())}

@@ -1,4 +1,4 @@
-"""OpenAI responses: requests read strictly, answers whole or as server-sent events.
+"""OpenAI responses: answers whole or as server-sent events.
 
 response.created ─▶ in_progress ─▶ (output_item.added ─▶ … deltas … ─▶ output_item.done) … ─▶ completed | incomplete
 """
@@ -6,81 +6,48 @@ response.created ─▶ in_progress ─▶ (output_item.added ─▶ … deltas 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from miles_tito.errors import RequestError
-from miles_tito.records import FinishReason, Message, Sampling
+from miles_tito.records import FinishReason, Message
 from miles_tito.tokens.families.parser import Piece, TextPiece, ToolCall
-from miles_tito.tokens.messages import normalize
 
 from . import fields
-from .base import PING, AnswerWriter, Ending, TurnRequest, Usage, call_id, event, openai_error
-from .demands import call_form, check_parallel, json_form, one_form
-from .responses_input import Names, read_input, read_tools
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "include": ([], ["reasoning.encrypted_content"]),
-    "truncation": ("disabled",),
-    "background": (False,),
-    "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
-}
-_NO_EFFECT = ("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata")
-_READ = (
-    *("model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "temperature"),
-    *("top_p", "reasoning", "text", "parallel_tool_calls", "store", "tool_choice"),
-)
+from .base import PING, Ending, TokenUsage, call_id, event
 
 
-class ResponsesDialect:
-    """`POST /v1/responses`."""
+class ToolNames:
+    """Functions inside namespaces, under the one name that the model sees."""
 
-    def read(self, body: bytes, *, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
-        """See `Dialect.read`."""
-        given = fields.read_object(body)
-        fields.refuse_others(given, read=_READ, neutral=_NEUTRAL, no_effect=_NO_EFFECT)
-        fields.boolean(given, "store")  # an answer is found again in its session only, whatever this says
-        if set(fields.mapping(given, "stream_options")) - {"include_obfuscation"}:
-            raise fields.refused("stream_options", "Only `include_obfuscation` is known.")
-        max_tokens = fields.integer(given, "max_output_tokens", at_least=1)
-        pinned = fields.pinned_fields(
-            given, sampling=sampling, model=model, max_tokens=max_tokens, max_tokens_field="max_output_tokens"
-        )
-        tools, names, left_out = read_tools(given)
-        one_call = not fields.boolean(given, "parallel_tool_calls", default=True)
-        form = one_form(
-            json_form(fields.mapping(fields.mapping(given, "text"), "format"), "text.format"),
-            call_form(given.get("tool_choice"), one=one_call),
-        )
-        if tools:
-            check_parallel(given, form)
-        if form:
-            form = replace(form, names=tuple(names.join(None, name) for name in form.names))
-        request = TurnRequest(
-            messages=tuple(normalize(read_input(given, names))),
-            tools=() if given.get("tool_choice") == "none" else tools,
-            variables={},
-            max_tokens=max_tokens,
-            stream=fields.boolean(given, "stream"),
-            form=form,
-            pinned=(*pinned, *_pinned_here(given), *fields.strict_tools(given)),
-            left_out=left_out,
-        )
-        return request, ResponsesWriter(names)
+    def __init__(self) -> None:
+        self._split: dict[str, tuple[str | None, str]] = {}
+        self._joined: dict[tuple[str | None, str], str] = {}
 
-    def error(self, problem: RequestError) -> bytes:
-        """See `Dialect.error`."""
-        return msgspec.json.encode(openai_error(problem))
+    def add(self, namespace: str | None, name: str) -> str:
+        """The model's name for a function: its own, unless another namespace has the same."""
+        joined = f"{namespace}__{name}" if namespace and name in self._split else name
+        if joined in self._split:
+            raise fields.refused("tools", f"Two tools are called {joined!r:.80}.")
+        self._split[joined] = (namespace, name)
+        self._joined[namespace, name] = joined
+        return joined
+
+    def join(self, namespace: str | None, name: str) -> str:
+        """The model's name for a function that a client repeats."""
+        return self._joined.get((namespace, name), name)
+
+    def split(self, joined: str) -> tuple[str | None, str]:
+        """The client's namespace and name for a function that the model called."""
+        return self._split.get(joined, (None, joined))
 
 
 class ResponsesWriter:
     """Writes `response` objects; see `AnswerWriter`."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: ToolNames) -> None:
         self._names = names
         self._items: list[dict[str, Any]] = []
         """Finished output items."""
@@ -90,7 +57,7 @@ class ResponsesWriter:
         self._sequence = -1
         self._num_calls = 0
 
-    def start(self, *, rid: str, model: str, usage: Usage) -> None:
+    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
         self._rid = rid
         self._response: dict[str, Any] = {
             "id": f"resp_{rid}",
@@ -239,7 +206,7 @@ def _logprobs(kind: str) -> dict[str, Any]:
     return {} if kind == "reasoning" else {"logprobs": []}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -247,11 +214,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-def _pinned_here(given: Mapping[str, Any]) -> list[str]:
-    reasoning, text = fields.mapping(given, "reasoning"), fields.mapping(given, "text")
-    if set(reasoning) - {"effort", "summary", "generate_summary"} or set(text) - {"format", "verbosity"}:
-        raise fields.refused("reasoning", f"Unknown fields among {sorted(reasoning)} and {sorted(text)} of `text`.")
-    asked = (("reasoning.effort", reasoning.get("effort")), ("text.verbosity", text.get("verbosity")))
-    return [name for name, value in asked if value is not None]

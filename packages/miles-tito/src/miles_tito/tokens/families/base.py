@@ -76,6 +76,8 @@ class Family:
     """How one model family writes an assistant turn. The chat template says the rest."""
 
     name: str
+    aliases: tuple[str, ...] = ()
+    """Further names: models that are written alike."""
     close: str
     """The added token that ends an assistant turn; synthesised after a truncation. Empty where a turn ends with the
     token that opens the next message, as in GLM."""

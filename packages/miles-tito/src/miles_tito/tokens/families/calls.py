@@ -19,14 +19,14 @@ Calls = Sequence[ToolCall] | None
 
 def read_json(text: str, schemas: Schemas) -> Calls:
     """`{"name": …, "arguments": {…}}`, as Hermes and Qwen3 write it."""
-    call = _named(_json(text), "arguments")
+    call = _named(json_value(text), "arguments")
     return call and [call]
 
 
 def read_json_list(text: str, schemas: Schemas) -> Calls:
     """`[{"name": …, "arguments": {…}}, …]` or `name[ARGS]{…}`, the two forms of Mistral."""
     if text.lstrip().startswith("["):
-        value = _json(text)
+        value = json_value(text)
         calls = [_named(item, "arguments", optional=("id",)) for item in cast("list[Any]", value)] if value else []
     else:
         calls = [_compact(part) for part in text.split("[TOOL_CALLS]")]
@@ -35,7 +35,7 @@ def read_json_list(text: str, schemas: Schemas) -> Calls:
 
 def read_parameters(text: str, schemas: Schemas) -> Calls:
     """`{"name": …, "parameters": {…}}`, as Llama 3 writes it."""
-    call = _named(_json(text), "parameters")
+    call = _named(json_value(text), "parameters")
     return call and [call]
 
 
@@ -109,7 +109,7 @@ _DEEPSEEK = re.compile(r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.
 _FENCED = re.compile(r"([^\n]+)\n```json\n(.*)\n```", re.DOTALL)
 
 
-def _json(text: str) -> Any:
+def json_value(text: str) -> Any:
     """The value of JSON text, None where it is none."""
     try:
         return msgspec.json.decode(text)
@@ -131,7 +131,7 @@ def _named(value: Any, key: str, *, optional: Sequence[str] = ()) -> ToolCall | 
 def _compact(text: str) -> ToolCall | None:
     name, mark, arguments = text.partition("[ARGS]")
     name, _, native = name.partition("[CALL_ID]")
-    value = _json(arguments)
+    value = json_value(arguments)
     if not mark or not name.strip() or not isinstance(value, dict):
         return None
     return ToolCall(name.strip(), cast("dict[str, Any]", value), native.strip() or None)
@@ -153,14 +153,14 @@ def _blocks(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str]] | None
 
 
 def _dsml_call(name: str, body: str) -> ToolCall | None:
-    direct = _json(body)
+    direct = json_value(body)
     if isinstance(direct, dict):
         return ToolCall(name, cast("dict[str, Any]", direct))
     parameters = _blocks(body, _DSML_PARAMETER) if body.strip() else []
     arguments: dict[str, Any] = {}
     for attributes, value in parameters or []:
         match = _DSML_ATTRIBUTES.fullmatch(attributes)
-        decoded = value if match and match[2] == "true" else _json(value)
+        decoded = value if match and match[2] == "true" else json_value(value)
         if match is None or match[1] in arguments or (decoded is None and value.strip() != "null"):
             return None
         arguments[match[1]] = decoded
@@ -168,7 +168,7 @@ def _dsml_call(name: str, body: str) -> ToolCall | None:
 
 
 def _kimi_call(native: str, body: str) -> ToolCall | None:
-    name, arguments = _KIMI_ID.fullmatch(native), _json(body)
+    name, arguments = _KIMI_ID.fullmatch(native), json_value(body)
     if name is None or not isinstance(arguments, dict):
         return None
     return ToolCall(name[1], cast("dict[str, Any]", arguments), native)
@@ -177,7 +177,7 @@ def _kimi_call(native: str, body: str) -> ToolCall | None:
 def _deepseek_call(head: str, body: str) -> ToolCall | None:
     fenced = _FENCED.fullmatch(body) if head == "function" else None
     name, text = (fenced[1], fenced[2]) if fenced else (head.strip(), body)
-    arguments = _json(text)
+    arguments = json_value(text)
     return ToolCall(name, cast("dict[str, Any]", arguments)) if name and isinstance(arguments, dict) else None
 
 
@@ -213,7 +213,7 @@ def _typed(value: str, schema: Mapping[str, Any] | None, key: str) -> Any:
         return lowered == "True"
     if "null" in kinds and lowered == "None":
         return None
-    decoded = _json(lowered)
+    decoded = json_value(lowered)
     return value if decoded is None and lowered != "null" else decoded
 
 

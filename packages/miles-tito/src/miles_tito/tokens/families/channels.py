@@ -12,12 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import msgspec
-
-from miles_tito.records import Message
-
 from .base import ToolCall
-from .parser import MessageBuilder, Piece, TextPiece
+from .calls import json_value
+from .parser import Piece, PieceParser, TextPiece, begun_mark
 
 Kind = Literal["reasoning", "content", "call"]
 
@@ -40,44 +37,31 @@ class ChannelGrammar:
         return (*self.opens, *self.ends)
 
 
-class ChannelParser:
-    """Reads one turn on channels; see `miles_tito.tokens.families.parser.Parser`."""
+class ChannelParser(PieceParser):
+    """Reads the turns of families that write messages on channels."""
 
     def __init__(self, grammar: ChannelGrammar, *, tools: bool) -> None:
+        super().__init__()
         self._grammar = grammar
         self._tools = tools
-        self._buffer: str = ""
         self._kind: Kind | None = None
         """Of the body that is being read; None in a header."""
         self._name = ""
         self._seen: set[str] = set()
         """Kinds of text that came before: a second body on a channel begins a new line."""
         self._fresh = False
-        self._built = MessageBuilder()
 
-    def feed(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and (self._header_step() if self._kind is None else self._body_step(pieces)):
-            pass
-        self._built.add(pieces)
-        return pieces
+    def _step(self, pieces: list[Piece]) -> bool:
+        return self._header_step() if self._kind is None else self._body_step(pieces)
 
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
-        if self._kind in ("reasoning", "content"):
-            self._emit(pieces, self._buffer)
-        elif self._kind == "call":
+    def _end(self, pieces: list[Piece]) -> None:
+        if self._kind == "call":
             self._end_call(pieces, self._buffer, complete=False)
-        elif self._header_text(self._buffer):
+        elif self._kind is not None:
+            self._emit(pieces, self._buffer)
+        elif re.sub(r"<\|[a-z_]+\|>", "", self._buffer).strip().removeprefix("assistant"):
             self._kind = "content"
             self._emit(pieces, self._buffer)
-        self._buffer = ""
-        self._built.add(pieces)
-        return pieces
-
-    def message(self, call_id: str) -> Message:
-        return self._built.message(call_id)
 
     def _header_step(self) -> bool:
         at, mark = _first(self._buffer, self._grammar.opens)
@@ -101,7 +85,7 @@ class ChannelParser:
             self._kind = None
             return True
         if self._kind != "call":
-            end = len(self._buffer) - _tail(self._buffer, self._grammar.ends)
+            end = len(self._buffer) - begun_mark(self._buffer, self._grammar.ends)
             self._emit(pieces, self._buffer[:end])
             self._buffer = self._buffer[end:]
         return False
@@ -121,10 +105,6 @@ class ChannelParser:
             self._fresh = False
             self._seen.add(kind)
 
-    @staticmethod
-    def _header_text(header: str) -> str:
-        return re.sub(r"<\|[a-z_]+\|>", "", header).strip().removeprefix("assistant")
-
 
 def _harmony_kind(header: str, mark: str) -> tuple[Kind, str]:
     recipient = re.search(r"\bto=([^\s<]+)", header)
@@ -134,7 +114,7 @@ def _harmony_kind(header: str, mark: str) -> tuple[Kind, str]:
 
 
 def _harmony_call(name: str, body: str) -> ToolCall | None:
-    value = _json(body)
+    value = json_value(body)
     return ToolCall(name, cast("dict[str, Any]", value)) if isinstance(value, dict) else None
 
 
@@ -144,7 +124,7 @@ def _inkling_kind(header: str, mark: str) -> tuple[Kind, str]:
 
 
 def _inkling_call(name: str, body: str) -> ToolCall | None:
-    value = _json(body)
+    value = json_value(body)
     if not isinstance(value, dict):
         return None
     call = cast("dict[str, Any]", value)
@@ -175,15 +155,3 @@ def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
     """The earliest of `marks` in `text`; an empty mark where there is none."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found) if found else (len(text), "")
-
-
-def _tail(text: str, marks: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` may begin a mark."""
-    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
-
-
-def _json(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return None

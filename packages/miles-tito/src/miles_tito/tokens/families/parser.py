@@ -3,20 +3,21 @@
     start ──(reasoning mark)──▶ reasoning ──(end mark)──▶ content ◀──▶ tool calls
                                     └──────(a good block of calls)──────────▲
 
-Feeding a turn in any pieces gives the same result. What is not exactly a block of calls stays the text it stood in.
+What is not exactly a block of calls stays the text it stood in.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from miles_tito.records import Message
 
 from .base import Family, Schemas, ToolCall
 
-__all__ = ["MessageBuilder", "Parser", "Piece", "TextPiece", "ToolCall", "TurnParser"]
+__all__ = ["Piece", "PieceParser", "TextPiece", "ToolCall", "TurnParser"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,43 +31,57 @@ class TextPiece:
 Piece = TextPiece | ToolCall
 
 
-class Parser(Protocol):
-    """Reads one assistant turn."""
+class PieceParser(ABC):
+    """Reads the text of one assistant turn as it comes; its children know how families mark the parts of a turn.
 
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """The rest of a turn that has ended, complete or not."""
-        ...
-
-    def message(self, call_id: str) -> Message:
-        """The turn so far as a normalized assistant message; its calls are named `<call_id>_<n>`."""
-        ...
-
-
-class MessageBuilder:
-    """Pieces to the message that they add up to."""
+    `tokens.reply_parser` makes one for each model call. Feeding a turn in any pieces gives the same result.
+    """
 
     def __init__(self) -> None:
+        self._buffer: str = ""
+        """Text that is not understood yet."""
         self._texts = {"reasoning": "", "content": ""}
         self._calls: list[ToolCall] = []
 
-    def add(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            if isinstance(piece, ToolCall):
-                self._calls.append(piece)
-            else:
-                self._texts[piece.kind] += piece.text
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that became certain."""
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._buffer and self._step(pieces):
+            pass
+        return self._add(pieces)
+
+    def finish(self) -> list[Piece]:
+        """The rest of a turn that has ended, complete or not."""
+        pieces: list[Piece] = []
+        self._end(pieces)
+        self._buffer = ""
+        return self._add(pieces)
 
     def message(self, call_id: str) -> Message:
+        """The turn so far as a normalized assistant message; its calls are named `<call_id>_<n>`."""
         message: Message = {"role": "assistant", "content": self._texts["content"]}
         if self._texts["reasoning"]:
             message["reasoning_content"] = self._texts["reasoning"]
         if self._calls:
             message["tool_calls"] = [_plain(call, f"{call_id}_{n}") for n, call in enumerate(self._calls)]
         return message
+
+    @abstractmethod
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Read on in the buffer; False when more text is needed."""
+
+    @abstractmethod
+    def _end(self, pieces: list[Piece]) -> None:
+        """Read what is left in the buffer, with nothing behind it."""
+
+    def _add(self, pieces: list[Piece]) -> list[Piece]:
+        for piece in pieces:
+            if isinstance(piece, ToolCall):
+                self._calls.append(piece)
+            else:
+                self._texts[piece.kind] += piece.text
+        return pieces
 
 
 def _plain(call: ToolCall, call_id: str) -> dict[str, Any]:
@@ -75,7 +90,12 @@ def _plain(call: ToolCall, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function, **native}
 
 
-class TurnParser:
+def begun_mark(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of `text` may begin one of `marks`."""
+    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+
+
+class TurnParser(PieceParser):
     """Reads the turns of families that mark reasoning and tool calls inside one text."""
 
     def __init__(
@@ -87,13 +107,13 @@ class TurnParser:
             in_reasoning: the prompt ended inside a reasoning mark.
             schemas: of the tools' parameters, for formats that write values without their types.
         """
+        super().__init__()
         self._reasoning = family.reasoning
         self._tool = family.tool_call if tools else None
         self._schemas = schemas or {}
         self._state: Literal["start", "reasoning", "content", "tool"] = "start" if family.reasoning else "content"
         if in_reasoning:
             self._state = "reasoning"
-        self._buffer: str = ""
         self._skip_space = in_reasoning
         self._untouched = True
         """No content and no call came yet: a bare call can begin here."""
@@ -101,20 +121,8 @@ class TurnParser:
         """What a block of calls began with: dropped with good calls, text with bad ones."""
         self._inside: Literal["reasoning", "content"] = "content"
         """What a block of calls stands in."""
-        self._built = MessageBuilder()
 
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain."""
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
-            pass
-        self._built.add(pieces)
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        """The rest of a turn that has ended, complete or not."""
-        pieces: list[Piece] = []
+    def _end(self, pieces: list[Piece]) -> None:
         if self._state == "tool" and self._tool:
             calls = None if self._tool.close else self._tool.read(self._buffer, self._schemas)
             pieces += calls or []
@@ -124,13 +132,6 @@ class TurnParser:
             self._emit(pieces, "reasoning", self._buffer.rstrip())
         elif self._buffer:
             self._emit(pieces, "content", self._buffer if not self._skip_space else self._buffer.lstrip())
-        self._buffer = ""
-        self._built.add(pieces)
-        return pieces
-
-    def message(self, call_id: str) -> Message:
-        """The turn so far as a normalized assistant message; its calls are named `<call_id>_<n>`."""
-        return self._built.message(call_id)
 
     def _emit(self, pieces: list[Piece], kind: Literal["reasoning", "content"], text: str) -> None:
         if text:
@@ -139,7 +140,6 @@ class TurnParser:
             self._untouched = self._untouched and kind == "reasoning"
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read on in the buffer; False when more text is needed."""
         match self._state:
             case "start":
                 return self._start_step()
@@ -230,7 +230,6 @@ class TurnParser:
 
     def _emit_but(self, pieces: list[Piece], kind: Literal["reasoning", "content"], *marks: str) -> None:
         """Emit the buffer but for trailing whitespace and a possible beginning of one of `marks`."""
-        begun = max((n for mark in marks for n in range(1, len(mark)) if self._buffer.endswith(mark[:n])), default=0)
-        end = len(self._buffer[: len(self._buffer) - begun].rstrip())
+        end = len(self._buffer[: len(self._buffer) - begun_mark(self._buffer, marks)].rstrip())
         self._emit(pieces, kind, self._buffer[:end])
         self._buffer = self._buffer[end:]

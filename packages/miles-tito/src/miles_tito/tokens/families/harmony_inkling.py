@@ -1,12 +1,13 @@
-"""Inkling: a turn is messages on channels, and the model samples its own header.
+"""Families whose turn is messages on channels, read by `families.channels`.
 
-The model ships no chat template; this is one.
+gpt-oss   harmony: a reply ends with `<|return|>`, a call with `<|call|>`; a message in between with `<|end|>`
+Inkling   the model samples its own header; it ships no chat template, and this is one
 """
 
 from .base import Family
 
 # Variables: `reasoning_effort`, a number (default: 0.9, as its own renderer's).
-TEMPLATE = """
+_INKLING_TEMPLATE = """
 {%- macro block(role, kind, body, name='') -%}
     {{- '<|message_' ~ role ~ '|>' ~ name ~ '<|content_' ~ kind ~ '|>' ~ body ~ '<|end_message|>' -}}
 {%- endmacro -%}
@@ -43,10 +44,19 @@ TEMPLATE = """
 {%- endfor -%}
 """
 
-FAMILY = Family(
+GPT_OSS = Family(
+    name="gpt-oss",
+    close="<|end|>",
+    stops=("<|return|>", "<|call|>"),
+    channels="harmony",
+    late_system="fold",  # its template drops them
+    reasoning_field="thinking",
+)
+INKLING = Family(
     name="inkling",
     close="<|end_message|>",
     stops=("<|content_model_end_sampling|>",),
     channels="inkling",
-    template=TEMPLATE,
+    template=_INKLING_TEMPLATE,
 )
+FAMILIES = (GPT_OSS, INKLING)
