@@ -94,7 +94,7 @@ def test_t06_what_was_sampled_is_trained_even_where_no_text_gives_those_ids(toke
     plain = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.control_ids]
     noise = data.draw(st.lists(st.sampled_from(plain), max_size=12))
     text = data.draw(st.lists(st.sampled_from(STREAMS), max_size=3))
-    ids = [*noise, *tokenizer.encode_literal("".join(text)).tolist(), tokenizer.eos_ids[0]]
+    ids = [*noise, *tokenizer.encode_guarded(tokenizer.guard("".join(text))).tolist(), tokenizer.eos_ids[0]]
     session = Session("s", Joiner(tokenizer, choose_family("auto", tokenizer)), max_context=10_000)
     messages = [user("q")]
     for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 from miles_tito import RequestError, Sampling, Session, Tokenizer
 from miles_tito.server.dialects.base import TurnRequest
 from miles_tito.server.dialects.chat import CHAT
-from miles_tito.server.live_session import Answer, LiveSession
+from miles_tito.server.live_session import LiveSession, RecordedTurn, RunningTurn
 from miles_tito.server.session_store import SessionStore
 from miles_tito.sessions.client_headers import Hints
 from miles_tito.testing import ScriptedEngine
@@ -36,7 +36,7 @@ def ask(text: str, *more: dict[str, Any]) -> TurnRequest:
     return CHAT.read(msgspec.json.encode(body), Sampling(), "m")[0]
 
 
-async def content(running: Answer) -> str:
+async def content(running: RecordedTurn | RunningTurn) -> str:
     with running.attached():
         return (await running.result()).message["content"]
 

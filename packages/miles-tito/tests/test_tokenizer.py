@@ -89,7 +89,7 @@ def test_text_of_messages_never_becomes_a_control_token(
 @FIXTURES
 @given(text=HOSTILE_TEXT)
 def test_spelled_out_text_reads_the_same(tokenizer: Tokenizer, text: str):
-    assert tokenizer.decode(tokenizer.encode_literal(text)) == text
+    assert tokenizer.decode(tokenizer.encode_guarded(tokenizer.guard(text))) == text
 
 
 def test_tools_are_guarded_as_messages_are(tokenizer: Tokenizer):
@@ -146,6 +146,6 @@ def test_real_qwen3_ids_are_those_of_transformers(qwen3: Tokenizer):
 def test_real_qwen3_spells_every_control_token_out(qwen3: Tokenizer):
     for control in sorted(qwen3.control_ids):
         text = qwen3.token_text(control)
-        ids = qwen3.encode_literal(f"a {text} b")
+        ids = qwen3.encode_guarded(qwen3.guard(f"a {text} b"))
         assert not set(ids.tolist()) & qwen3.control_ids
         assert qwen3.decode(ids) == f"a {text} b"

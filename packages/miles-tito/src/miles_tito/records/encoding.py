@@ -7,10 +7,12 @@ dtype, shape and raw bytes. Decoding runs each record's own validation.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -18,22 +20,10 @@ import numpy as np
 from miles_tito.errors import MilesError, WireError
 from miles_tito.shared.safetensors import read_tensors, write_tensors
 
-from . import (
-    Episode,
-    EpisodeResult,
-    FailedAttempt,
-    FinishReason,
-    Group,
-    Outcome,
-    Policy,
-    Prompt,
-    Sample,
-    Sampling,
-    Trajectory,
-    TrajectoryKind,
-    VersionSpan,
-)
+from .episodes import Episode, EpisodeResult, FailedAttempt, Group
+from .prompts import Policy, Prompt, Sampling
 from .summary import EpisodeSummary, GroupRef, TrajectorySummary
+from .trajectories import Sample, Trajectory, VersionSpan
 
 SCHEMA_VERSION = 1
 """Raised whenever a field's meaning changes or a field appears that an older reader must not miss."""
@@ -44,8 +34,11 @@ _ARRAY = 1
 
 R = TypeVar("R")
 
-_NESTED: dict[type[Any], dict[str, Callable[[Any], Any]]] = {}
-"""Record type -> field -> what turns the field's plain value back into its type."""
+_RECORDS: tuple[type[Any], ...] = (
+    *(Sampling, Prompt, Policy, EpisodeResult, VersionSpan, Trajectory, FailedAttempt, Episode, Group, Sample),
+    *(TrajectorySummary, EpisodeSummary, GroupRef),
+)
+"""What may be encoded."""
 
 
 def encode(record: Any) -> bytes:
@@ -139,8 +132,8 @@ def samples_from_safetensors(data: bytes | memoryview) -> list[Sample]:
 
 
 def _pack(cls: type[Any], payload: Any, *, many: bool) -> bytes:
-    if cls not in _NESTED:
-        raise WireError(f"{cls.__name__} is no wire record; these are: {', '.join(c.__name__ for c in _NESTED)}.")
+    if cls not in _RECORDS:
+        raise WireError(f"{cls.__name__} is no wire record; these are: {', '.join(c.__name__ for c in _RECORDS)}.")
     for ref in (payload if many else [payload]) if cls is GroupRef else []:
         if ref.handle is not None:
             raise WireError(
@@ -233,7 +226,7 @@ def _build(cls: type[Any], value: Any) -> Any:
     ]
     if unknown or missing:
         raise WireError(f"Fields of this {cls.__name__}: unknown {unknown}, missing {missing}.")
-    converters = _NESTED[cls]
+    converters = _converters(cls)
     built = {
         name: converters[name](item) if name in converters and item is not None else item
         for name, item in fields.items()
@@ -246,56 +239,34 @@ def _build(cls: type[Any], value: Any) -> Any:
         raise WireError(f"The fields of this {cls.__name__} have wrong types: {error}.") from error
 
 
-def _record(cls: type[Any]) -> Callable[[Any], Any]:
-    return lambda value: _build(cls, value)
+@functools.cache
+def _converters(cls: type[Any]) -> dict[str, Callable[[Any], Any]]:
+    """Field -> what turns its plain value back into its type, for those that are no plain data."""
+    found = {name: _converter(hint) for name, hint in get_type_hints(cls).items()}
+    return {name: converter for name, converter in found.items() if converter}
 
 
-def _records(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def build(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise WireError(f"Expected a list of {cls.__name__}, got a {type(value).__name__}.")
-        return tuple(_build(cls, item) for item in cast("list[Any]", value))
-
-    return build
-
-
-def _choice(cls: type[StrEnum]) -> Callable[[Any], StrEnum]:
-    def build(value: Any) -> StrEnum:
-        try:
-            return cls(value)
-        except ValueError as error:
-            raise WireError(f"{value!r} is no {cls.__name__}; known: {', '.join(cls)}.") from error
-
-    return build
+def _converter(hint: Any) -> Callable[[Any], Any] | None:
+    choices = [hint, *get_args(hint)] if get_origin(hint) is UnionType else [hint]
+    for kind in choices:
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return functools.partial(_build, kind)
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return functools.partial(_choice, kind)
+        if get_origin(kind) is tuple:
+            return functools.partial(_tuple, _converter(get_args(kind)[0]))
+    return None
 
 
-_NESTED.update(
-    {
-        Sampling: {"stop": tuple, "stop_token_ids": tuple},
-        Prompt: {"messages": tuple, "images": tuple},
-        Policy: {"sampling": _record(Sampling)},
-        EpisodeResult: {"outcome": _choice(Outcome)},
-        VersionSpan: {},
-        Trajectory: {
-            "versions": _records(VersionSpan),
-            "kind": _choice(TrajectoryKind),
-            "routed_layers": tuple,
-            "finish_reason": _choice(FinishReason),
-        },
-        FailedAttempt: {"outcome": _choice(Outcome)},
-        Episode: {
-            "outcome": _choice(Outcome),
-            "trajectories": _records(Trajectory),
-            "failed_attempts": _records(FailedAttempt),
-        },
-        Group: {"episodes": _records(Episode)},
-        Sample: {"versions": _records(VersionSpan), "routed_layers": tuple},
-        TrajectorySummary: {},
-        EpisodeSummary: {
-            "outcome": _choice(Outcome),
-            "trajectories": _records(TrajectorySummary),
-            "failed_attempts": _records(FailedAttempt),
-        },
-        GroupRef: {"episodes": _records(EpisodeSummary)},
-    }
-)
+def _tuple(converter: Callable[[Any], Any] | None, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise WireError(f"Expected a list of records, got a {type(value).__name__}.")
+    items = cast("list[Any]", value)
+    return tuple(map(converter, items)) if converter else tuple(items)
+
+
+def _choice(cls: type[StrEnum], value: Any) -> StrEnum:
+    try:
+        return cls(value)
+    except ValueError as error:
+        raise WireError(f"{value!r} is no {cls.__name__}; known: {', '.join(cls)}.") from error

@@ -28,8 +28,7 @@ from .dialects.messages_request import COUNT_TOKENS, MESSAGES
 from .dialects.responses_request import RESPONSES
 from .openapi import document
 from .session_routes import SessionRoutes, json_response
-from .session_service import Hub
-from .session_store import SessionStore
+from .session_store import SessionService, SessionStore
 from .turn_answers import refusal
 from .turn_routes import TurnRoutes
 
@@ -62,7 +61,7 @@ def create_app(
     Raises:
         TemplateError: the family does not fit the tokenizer, or `auto` cannot prove it.
     """
-    hub = Hub(
+    service = SessionService(
         engine=engine,
         tokenizer=tokenizer,
         joiner=Joiner(tokenizer, choose_family(family, tokenizer)),
@@ -76,10 +75,10 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
-        with hub.state.owned() if hub.state else contextlib.nullcontext():
-            interrupted = hub.restore()
+        with service.state.owned() if service.state else contextlib.nullcontext():
+            interrupted = service.restore()
             tasks = [
-                asyncio.create_task(hub.store.sweep_forever()),
+                asyncio.create_task(service.store.sweep_forever()),
                 *(asyncio.create_task(engine.abort(rid)) for rid in interrupted),
             ]
             try:
@@ -87,21 +86,21 @@ def create_app(
             finally:
                 for task in tasks:
                     task.cancel()
-                await hub.store.shut_down()
+                await service.store.shut_down()
                 await engine.aclose()
 
-    app = Starlette(routes=_routes(hub), lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
+    app = Starlette(routes=_routes(service), lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
     app.router.redirect_slashes = False
-    app.state.sessions = hub.store
+    app.state.sessions = service.store
     return app
 
 
-def _routes(hub: Hub) -> list[Route]:
-    sessions, turns = SessionRoutes(hub=hub), TurnRoutes(hub=hub)
+def _routes(service: SessionService) -> list[Route]:
+    sessions, turns = SessionRoutes(service=service), TurnRoutes(service=service)
     below = "/sessions/{session_id}"
 
     def route(path: str, endpoint: Endpoint, *methods: str, dialect: Dialect = CHAT) -> Route:
-        return Route(path, _answered(endpoint, hub, dialect), methods=methods)
+        return Route(path, _answered(endpoint, service, dialect), methods=methods)
 
     def ask(path: str, dialect: Dialect) -> Route:
         return route(path, lambda request: turns.ask(request, dialect), "POST", dialect=dialect)
@@ -136,7 +135,7 @@ def _routes(hub: Hub) -> list[Route]:
     ]
 
 
-def _answered(endpoint: Endpoint, hub: Hub, dialect: Dialect) -> Endpoint:
+def _answered(endpoint: Endpoint, service: SessionService, dialect: Dialect) -> Endpoint:
     """`endpoint`, with Miles' errors answered in the shape of the dialect."""
 
     async def call(request: Request) -> ASGIApp:
@@ -145,7 +144,7 @@ def _answered(endpoint: Endpoint, hub: Hub, dialect: Dialect) -> Endpoint:
         except MilesError as error:
             answer = refusal(error, dialect)
         status = str(getattr(answer, "status_code", 200))
-        hub.metrics.add("requests_total", route=request.scope["route"].path, status=status)
+        service.metrics.add("requests_total", route=request.scope["route"].path, status=status)
         return answer
 
     return call

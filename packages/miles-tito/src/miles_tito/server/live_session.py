@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import secrets
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
-from typing import Protocol
 
 import numpy as np
 
@@ -30,64 +28,31 @@ _THREAD_FROM_CHARS = 20_000
 """Text from which encoding moves to a thread, so that it does not hold up other sessions."""
 
 
-class Answer(Protocol):
-    """The reply to one request, as its client waits for it."""
-
-    node: Node
-    cached_tokens: int
-
-    def attached(self) -> AbstractContextManager[None]:
-        """Wait for this turn; it is given up when nobody does any more."""
-        ...
-
-    def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What was sampled, as it comes, from the beginning; nothing now and then while nothing comes."""
-        ...
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended without a record."""
-        ...
-
-    async def begun(self) -> None:
-        """Return as soon as there is something to tell: a first piece, an end or an error."""
-        ...
-
-    async def result(self) -> Node:
-        """The recorded turn.
-
-        Raises:
-            EngineError: the engine failed.
-            RequestError: the session was closed.
-        """
-        ...
-
-
 class RecordedTurn:
-    """An answer that was recorded and never reached its client, as when the server died in between."""
+    """An answer that was recorded and never reached its client, as when the server died in between.
+
+    `turn_answers` sends it like that of a `RunningTurn`, whose methods say more.
+    """
+
+    cached_tokens = 0
+    has_failed = False
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.cached_tokens = 0
 
     def attached(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         message = self.node.message
-        texts = {"reasoning": message.get("reasoning_content", ""), "content": message["content"]}
-        yield [
-            *(
-                TextPiece("reasoning" if kind == "reasoning" else "content", text)
-                for kind, text in texts.items()
-                if text
-            ),
-            *(ToolCall(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])),
+        pieces: list[Piece] = [
+            ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])
         ]
-
-    @property
-    def has_failed(self) -> bool:
-        return False
+        if message["content"]:
+            pieces.insert(0, TextPiece("content", message["content"]))
+        if message.get("reasoning_content"):
+            pieces.insert(0, TextPiece("reasoning", message["reasoning_content"]))
+        yield pieces
 
     async def begun(self) -> None:
         return
@@ -97,7 +62,10 @@ class RecordedTurn:
 
 
 class RunningTurn:
-    """One generation and everybody who waits for it; it ends when the last one leaves."""
+    """One model call at the engine and everybody who waits for it; it ends when the last one leaves.
+
+    `LiveSession.start` makes it.
+    """
 
     def __init__(
         self,
@@ -128,6 +96,7 @@ class RunningTurn:
 
     @contextmanager
     def attached(self) -> Generator[None, None, None]:
+        """Wait for this turn; it is given up when nobody does any more."""
         self._waiting += 1
         try:
             yield
@@ -137,6 +106,7 @@ class RunningTurn:
                 self._task.cancel()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What was sampled, as it comes, from the beginning; nothing now and then while nothing comes."""
         seen = 0
         while True:
             news, done = self._news, self._task.done()  # before the yield, during which both may change
@@ -153,13 +123,21 @@ class RunningTurn:
 
     @property
     def has_failed(self) -> bool:
+        """Whether it ended without a record."""
         return self._task.done() and not self.node.is_done
 
     async def begun(self) -> None:
+        """Return as soon as there is a first piece, an end or an error."""
         while not self._pieces and not self._task.done():
             await self._news.wait()
 
     async def result(self) -> Node:
+        """The recorded turn.
+
+        Raises:
+            EngineError: the engine failed.
+            RequestError: the session was closed.
+        """
         try:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
@@ -250,9 +228,6 @@ class LiveSession:
         self.key_digest = key_digest
         self._running: dict[bytes, RunningTurn] = {}
 
-    def accepts(self, token: str) -> bool:
-        return hmac.compare_digest(self.key_digest, digest_key(token))
-
     @property
     def is_due(self) -> bool:
         """Whether the deadline has passed."""
@@ -264,7 +239,7 @@ class LiveSession:
 
     async def start(
         self, asked: TurnRequest, engine: Engine, *, hints: Hints | None = None, metrics: Metrics | None = None
-    ) -> Answer:
+    ) -> RecordedTurn | RunningTurn:
         """Start the turn that `asked` asks for, or join the one that it repeats.
 
         Equal requests at one time are separate replies, each a branch; a client that marks a request as a retry

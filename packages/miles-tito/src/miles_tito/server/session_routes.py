@@ -22,7 +22,7 @@ from miles_tito.sessions.turn_selection import picker_named
 from .dialects import fields
 from .dialects.chat import ChatTool
 from .live_session import LiveSession
-from .session_service import OWN, Hub
+from .session_store import OWN, SessionService
 from .turn_answers import JSON
 
 MSGPACK = "application/msgpack"
@@ -65,14 +65,14 @@ class SamplesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class SessionRoutes:
     """Raise Miles' errors; the application answers them."""
 
-    hub: Hub
+    service: SessionService
 
     async def health(self, request: Request) -> Response:
-        store = self.hub.store
+        store = self.service.store
         return json_response({"status": "ok", "sessions": len(store), "turns": store.num_turns, "pid": os.getpid()})
 
     async def metrics(self, request: Request) -> Response:
-        store = self.hub.store
+        store = self.service.store
         held = {
             "sessions_opened_total": store.num_opened,
             "sessions_expired_total": store.num_expired,
@@ -81,10 +81,10 @@ class SessionRoutes:
             "turns_running": len(store.running),
             "tokens": store.num_held_tokens,
         }
-        return Response(self.hub.metrics.text(held), media_type="text/plain; version=0.0.4")
+        return Response(self.service.metrics.text(held), media_type="text/plain; version=0.0.4")
 
     async def open(self, request: Request) -> Response:
-        if self.hub.api_key is not None and not self.hub.is_operator(token(request)):
+        if self.service.api_key is not None and not self.service.is_operator(token(request)):
             raise RequestError(
                 "Opening a session needs the server's API key as a bearer token.", status=401, code="invalid_api_key"
             )
@@ -95,7 +95,7 @@ class SessionRoutes:
             raise fields.refused("sampling", f"Fields that no sampling has: {', '.join(unknown)}.")
         if asked.session_id == OWN:
             raise fields.wrong("session_id", OWN, "another id; this one stands for the bearer token's own session")
-        live, api_key = self.hub.open(
+        live, api_key = self.service.open(
             session_id=asked.session_id,
             family=asked.family,
             sampling=asked.sampling,
@@ -110,7 +110,7 @@ class SessionRoutes:
                 "session_id": session.id,
                 "api_key": api_key,
                 "base_url": f"{request.base_url}sessions/{session.id}/v1",
-                "model": self.hub.model,
+                "model": self.service.model,
                 "sampling": session.sampling,
             },
             status=201,
@@ -122,7 +122,7 @@ class SessionRoutes:
         return json_response(self._session(request).session.describe())
 
     async def close(self, request: Request) -> Response:
-        await self.hub.store.remove(self._session(request).session.id)
+        await self.service.store.remove(self._session(request).session.id)
         return Response(status_code=204)
 
     async def trajectories(self, request: Request) -> Response:
@@ -152,7 +152,7 @@ class SessionRoutes:
         return await asyncio.to_thread(build)
 
     def _session(self, request: Request) -> LiveSession:
-        return self.hub.find(request.path_params["session_id"], token(request), operator=True)
+        return self.service.find(request.path_params["session_id"], token(request), operator=True)
 
 
 def token(request: Request) -> str:

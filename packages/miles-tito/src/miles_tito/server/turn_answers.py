@@ -15,7 +15,7 @@ from miles_tito.sessions.tree import Node
 from miles_tito.tokens.tokenizer import Tokenizer
 
 from .dialects.base import AnswerWriter, Dialect, Ending, SampledToken, TokenUsage
-from .live_session import Answer, LiveSession, as_request_error
+from .live_session import LiveSession, RecordedTurn, RunningTurn, as_request_error
 from .metrics import Metrics
 
 JSON = "application/json"
@@ -31,7 +31,7 @@ class TurnAnswer:
     def __init__(
         self,
         live: LiveSession,
-        answer: Answer,
+        answer: RecordedTurn | RunningTurn,
         *,
         dialect: Dialect,
         writer: AnswerWriter,

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 from miles_tito.sessions.client_headers import read_hints
 
 from .dialects.base import Dialect, TokenUsage, TurnRequest
-from .live_session import Answer, LiveSession, encode
+from .live_session import LiveSession, RecordedTurn, RunningTurn, encode
 from .session_routes import json_response, token
-from .session_service import OWN, Hub
+from .session_store import OWN, SessionService
 from .turn_answers import TurnAnswer
 
 
@@ -22,19 +22,19 @@ from .turn_answers import TurnAnswer
 class TurnRoutes:
     """Raise Miles' errors; the application answers them."""
 
-    hub: Hub
+    service: SessionService
 
     async def ask(self, request: Request, dialect: Dialect) -> ASGIApp:
         """One turn."""
         began = time.perf_counter()
-        hub = self.hub
+        service = self.service
         live = self._session(request)
-        asked, writer = dialect.read(await request.body(), live.session.sampling, hub.model)
-        answer = await live.start(asked, hub.engine, hints=read_hints(request.headers), metrics=hub.metrics)
+        asked, writer = dialect.read(await request.body(), live.session.sampling, service.model)
+        answer = await live.start(asked, service.engine, hints=read_hints(request.headers), metrics=service.metrics)
         node = answer.node
         prompt = node.num_ids - len(node.completion_ids)
-        writer.start(rid=node.rid, model=hub.model, usage=TokenUsage(prompt_tokens=prompt))
-        hub.metrics.time("added_seconds", time.perf_counter() - began)
+        writer.start(rid=node.rid, model=service.model, usage=TokenUsage(prompt_tokens=prompt))
+        service.metrics.time("added_seconds", time.perf_counter() - began)
         return TurnAnswer(
             live,
             answer,
@@ -43,13 +43,13 @@ class TurnRoutes:
             stream=asked.stream,
             wants_logprobs=asked.wants_logprobs,
             headers=_headers(live, answer, asked),
-            metrics=hub.metrics,
+            metrics=service.metrics,
         )
 
     async def count(self, request: Request, dialect: Dialect) -> Response:
         """The tokens that a request would put before the model."""
         session = self._session(request).session
-        asked, _ = dialect.read(await request.body(), session.sampling, self.hub.model)
+        asked, _ = dialect.read(await request.body(), session.sampling, self.service.model)
         hints = read_hints(request.headers)
         plan = session.plan(asked.messages, tools=asked.tools, variables=asked.variables, hints=hints)
         return json_response({"input_tokens": session.num_ids(plan, await encode(session, plan))})
@@ -58,15 +58,15 @@ class TurnRoutes:
         """The one model, as both OpenAI and Anthropic list it."""
         self._session(request)
         model = {
-            "id": self.hub.model,
+            "id": self.service.model,
             "object": "model",
             "type": "model",
-            "display_name": self.hub.model,
+            "display_name": self.service.model,
             "created": 0,
             "created_at": "1970-01-01T00:00:00Z",
             "owned_by": "miles",
         }
-        page = {"first_id": self.hub.model, "last_id": self.hub.model, "has_more": False}
+        page = {"first_id": self.service.model, "last_id": self.service.model, "has_more": False}
         return json_response({"object": "list", "data": [model], **page})
 
     async def head(self, request: Request) -> Response:
@@ -74,10 +74,10 @@ class TurnRoutes:
         return Response()
 
     def _session(self, request: Request) -> LiveSession:
-        return self.hub.find(request.path_params.get("session_id", OWN), token(request), operator=False)
+        return self.service.find(request.path_params.get("session_id", OWN), token(request), operator=False)
 
 
-def _headers(live: LiveSession, answer: Answer, asked: TurnRequest) -> dict[str, str]:
+def _headers(live: LiveSession, answer: RecordedTurn | RunningTurn, asked: TurnRequest) -> dict[str, str]:
     node = answer.node
     matched = node.parent.num_messages if node.parent else 0
     headers = {

@@ -10,7 +10,7 @@ import numpy as np
 from miles_tito.records import Message
 
 from .families.base import Family, Schemas
-from .families.channels import GRAMMARS, HEADER_MARKS, ChannelParser
+from .families.channels import GRAMMARS, ChannelParser
 from .families.parser import Piece, PieceParser, TurnParser, begun_mark
 from .tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class TurnReader:
 
 def _marks(family: Family) -> Sequence[str]:
     if family.channels:
-        return (*GRAMMARS[family.channels].marks, *HEADER_MARKS[family.channels])
+        return GRAMMARS[family.channels].marks
     calls = family.tool_call
     return (*(family.reasoning or ()), *((calls.open, calls.close, *calls.inner) if calls else ()))
 

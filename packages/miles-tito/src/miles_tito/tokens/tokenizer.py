@@ -160,10 +160,6 @@ class Tokenizer:
         """[N] int32 ids of template text; control tokens in it are real, nothing is added around it."""
         return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_literal(self, text: str) -> np.ndarray:
-        """[N] int32 ids of untrusted text; no control token comes out of it."""
-        return self.encode_guarded(self.guard(text))
-
     def encode_guarded(self, text: str) -> np.ndarray:
         """[N] int32 ids of text in which `guard` put its stand-ins."""
         ids = self.encode(text)

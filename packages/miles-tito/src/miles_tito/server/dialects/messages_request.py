@@ -17,11 +17,11 @@ from .messages import MessagesWriter, anthropic_error
 
 
 # The parts of a request, by their names in it.
-class Block(msgspec.Struct, tag_field="type", forbid_unknown_fields=True, kw_only=True):
+class MessageBlock(msgspec.Struct, tag_field="type", forbid_unknown_fields=True, kw_only=True):
     cache_control: Any = None
 
 
-class TextBlock(Block, tag="text"):
+class TextBlock(MessageBlock, tag="text"):
     text: str
     citations: Any = None
 
@@ -32,23 +32,23 @@ class ImageSource(msgspec.Struct):
     data: str | None = None
 
 
-class ImageBlock(Block, tag="image"):
+class ImageBlock(MessageBlock, tag="image"):
     source: ImageSource
 
 
-class ThinkingBlock(Block, tag="thinking"):
+class ThinkingBlock(MessageBlock, tag="thinking"):
     thinking: str
     signature: Any = None
 
 
-class ToolUseBlock(Block, tag="tool_use"):
+class ToolUseBlock(MessageBlock, tag="tool_use"):
     name: str
     id: str | None = None
     input: dict[str, Any] = {}
     caller: Any = None
 
 
-class ToolResultBlock(Block, tag="tool_result"):
+class ToolResultBlock(MessageBlock, tag="tool_result"):
     """What a call returned. An error shows in its text; chat templates have no other place for it."""
 
     tool_use_id: str | None = None

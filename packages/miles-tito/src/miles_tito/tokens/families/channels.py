@@ -1,4 +1,7 @@
-"""Turns that are a sequence of messages on channels: harmony (gpt-oss) and Inkling.
+"""Families whose turn is a sequence of messages on channels, and what reads it.
+
+gpt-oss   harmony: a reply ends with `<|return|>`, a call with `<|call|>`; a message in between with `<|end|>`
+Inkling   the model samples its own header; it ships no chat template, and this is one
 
 header ──(mark)──▶ body of a channel ──(end)──▶ header …
 
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from .base import ToolCall
+from .base import Family, ToolCall
 from .calls import json_value
 from .parser import Piece, PieceParser, TextPiece, begun_mark
 
@@ -27,6 +30,8 @@ class ChannelGrammar:
     """What ends a header and begins the body."""
     ends: tuple[str, ...]
     """What ends the body."""
+    inner: tuple[str, ...]
+    """Tokens that stand in headers."""
     classify: Callable[[str, str], tuple[Kind, str]]
     """Header and mark to the kind of the body, and the name of the tool for a call."""
     read: Callable[[str, str], ToolCall | None]
@@ -34,7 +39,7 @@ class ChannelGrammar:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (*self.opens, *self.ends)
+        return (*self.opens, *self.ends, *self.inner)
 
 
 class ChannelParser(PieceParser):
@@ -135,23 +140,79 @@ def _inkling_call(name: str, body: str) -> ToolCall | None:
 
 
 HARMONY = ChannelGrammar(
-    opens=("<|message|>",), ends=("<|end|>", "<|call|>", "<|return|>"), classify=_harmony_kind, read=_harmony_call
+    opens=("<|message|>",),
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    inner=("<|start|>", "<|channel|>", "<|constrain|>"),
+    classify=_harmony_kind,
+    read=_harmony_call,
 )
 INKLING = ChannelGrammar(
     opens=("<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>"),
     ends=("<|end_message|>",),
+    inner=("<|message_model|>", "<|content_model_end_sampling|>"),
     classify=_inkling_kind,
     read=_inkling_call,
 )
 GRAMMARS = {"harmony": HARMONY, "inkling": INKLING}
-HEADER_MARKS = {
-    "harmony": ("<|start|>", "<|channel|>", "<|constrain|>"),
-    "inkling": ("<|message_model|>", "<|content_model_end_sampling|>"),
-}
-"""Tokens that stand in headers; decoded along with the marks of the grammar."""
 
 
 def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str]:
     """The earliest of `marks` in `text`; an empty mark where there is none."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     return min(found) if found else (len(text), "")
+
+
+# Variables: `reasoning_effort`, a number (default: 0.9, as its own renderer's).
+_INKLING_TEMPLATE = """
+{%- macro block(role, kind, body, name='') -%}
+    {{- '<|message_' ~ role ~ '|>' ~ name ~ '<|content_' ~ kind ~ '|>' ~ body ~ '<|end_message|>' -}}
+{%- endmacro -%}
+{%- set ns = namespace(leading=true, name='', tools=[]) -%}
+{%- for tool in tools or [] -%}{%- set ns.tools = ns.tools + [dict(tool.function, type='function')] -%}{%- endfor -%}
+{%- for message in messages -%}
+    {%- if ns.leading and message.role != 'system' -%}
+        {%- set ns.leading = false -%}
+        {%- if tools -%}
+            {{- block('system', 'xml', ns.tools | tojson(separators=(',', ':'), sort_keys=true), 'tool_declare') -}}
+        {%- endif -%}
+        {{- block('system', 'text', 'Thinking effort level: ' ~ (reasoning_effort or 0.9)) -}}
+    {%- endif -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if message.reasoning_content -%}{{- block('model', 'thinking', message.reasoning_content) -}}{%- endif -%}
+        {%- if message.content -%}{{- block('model', 'text', message.content) -}}{%- endif -%}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set arguments = call.function.arguments | tojson(separators=(',', ':'), sort_keys=true) -%}
+            {%- set body = '{"name":' ~ (call.function.name | tojson) ~ ',"args":' ~ arguments ~ '}' -%}
+            {{- block('model', 'invoke_tool_json', body, call.function.name) -}}
+        {%- endfor -%}
+        {{- '<|content_model_end_sampling|>' -}}
+    {%- elif message.role == 'tool' -%}
+        {%- set ns.name = message.name or '' -%}
+        {%- for earlier in messages[:loop.index0] -%}
+            {%- for call in earlier.tool_calls or [] if call.id == message.tool_call_id -%}
+                {%- set ns.name = call.function.name -%}
+            {%- endfor -%}
+        {%- endfor -%}
+        {{- block('tool', 'text', message.content, ns.name) -}}
+    {%- else -%}
+        {{- block(message.role, 'text', message.content) -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+GPT_OSS = Family(
+    name="gpt-oss",
+    close="<|end|>",
+    stops=("<|return|>", "<|call|>"),
+    channels="harmony",
+    late_system="fold",  # its template drops them
+    reasoning_field="thinking",
+)
+INKLING_FAMILY = Family(
+    name="inkling",
+    close="<|end_message|>",
+    stops=("<|content_model_end_sampling|>",),
+    channels="inkling",
+    template=_INKLING_TEMPLATE,
+)
+FAMILIES = (GPT_OSS, INKLING_FAMILY)
