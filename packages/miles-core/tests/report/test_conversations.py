@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from miles_core.report.conversations import HEAD, TAIL, token_strip, token_texts
+from miles_core.report.conversations import HEAD, TAIL, token_strip, token_text
 from miles_core.report.page import embedded
 from miles_core.text import visible
 from miles_tito.records import Trajectory, VersionSpan
@@ -70,4 +70,4 @@ def test_what_hides_or_reorders_text_is_made_visible():
 
 def test_the_space_that_a_decoder_drops_at_the_start_of_a_text_is_kept():
     spm = tokenizer("▁The", "▁ox", "en", decoder=decoders.Metaspace())
-    assert token_texts([0, 1, 2], spm) == ["The", " ox", "en"]
+    assert [token_text([0, 1, 2], i, spm) for i in range(3)] == ["The", " ox", "en"]

@@ -17,7 +17,7 @@ FATE_COLOURS = dict(zip(TERMINAL_FATES, (1, 3, 2, 4, 5), strict=True)) | {"buffe
 Rows = Sequence[Mapping[str, float]]
 
 _IMITATION = "Mean negative log-probability of the tokens to imitate."
-_LAG = "logprob_gap/lag_"
+_VERSION, _LAG = "logprob_gap/version_", "logprob_gap/lag_"
 _GAPS = {"maximum": "logprob_gap/max", "maximum, same version": "logprob_gap/same_version_max",
          "mean": "logprob_gap/mean"}  # fmt: skip
 _PHASES = {name: f"sync/{name}_seconds" for name in ("pause", "write", "send", "load", "verify", "resume")}
@@ -162,7 +162,14 @@ def thin(rows: Rows, limit: int = MOST_POINTS) -> list[dict[str, float]]:
 
 def by_lag(rows: Rows) -> list[dict[str, float]]:
     """`logprob_gap/version_7` of step 9 as `logprob_gap/lag_1`: step 9 trains, and therefore scores with, version 8."""
-    return [{_lag_name(name, row["step"]): value for name, value in row.items()} for row in rows]
+    renamed: list[dict[str, float]] = []
+    for row in rows:
+        versions = {n: n.removeprefix(_VERSION) for n in row if n.startswith(_VERSION)}
+        lags = {n: f"{_LAG}{round(row['step']) - 1 - int(v)}" for n, v in versions.items() if v.isdigit()}
+        renamed.append(
+            {name: value for name, value in row.items() if name not in lags} | {lags[n]: row[n] for n in lags}
+        )
+    return renamed
 
 
 def y_axis(chart: Chart) -> Axis:
@@ -228,15 +235,10 @@ def _with_rest(rows: Rows) -> Rows:
     ]
 
 
-def _lag_name(name: str, step: float) -> str:
-    version = name.removeprefix("logprob_gap/version_")
-    return f"{_LAG}{round(step) - 1 - int(version)}" if version != name and version.isdigit() else name
-
-
 def _merge(rows: Rows) -> dict[str, float]:
     merged = {"step": rows[-1]["step"]}
-    for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
-        values = [row[name] for row in rows if name in row and not math.isnan(row[name])]
+    for name in set[str]().union(*rows) - {"step"}:
+        values = [value for row in rows if (value := row.get(name, math.nan)) == value]  # nan does not equal itself
         if not values:
             merged[name] = math.nan
         elif name.startswith("fate/"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,55 +60,44 @@ def token_strip(trajectory: Trajectory, tokenizer: Tokenizer | None) -> list[dic
     An item is a token `[id, text]`, a sampled one `[id, text, logprob, level]` with its level of shade, the name of the
     weights that sampled what follows (`"v3"`), or the number of tokens that are left out here.
     """
-    ids = [int(token) for token in trajectory.tokens]
-    texts = token_texts(ids, tokenizer)
+    ids, mask = trajectory.tokens.tolist(), trajectory.loss_mask.tolist()
+    first_sampled = mask.index(True) if True in mask else len(mask)
     versions: list[int | None] = [None] * len(ids)
     for span in trajectory.versions:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    num_left_out = max(len(ids) - HEAD - TAIL, 0)
     blocks: list[dict[str, Any]] = []
     version: int | None = None
-    end = 0
-    for sampled, run in itertools.groupby(trajectory.loss_mask.tolist()):
-        start, end = end, end + len(list(run))
-        items: list[Any] = []
-        for i in _shown(start, end, len(ids)):
-            if i is None:
-                items.append(len(ids) - HEAD - TAIL)
-                continue
-            if sampled and versions[i] != version:
-                version = versions[i]
-                items.append(_version_name(version))
-            logprob = float(trajectory.logprobs[i])
-            shade = [round(logprob, 4), sum(logprob < bound for bound in LEVELS)] if sampled else []
-            items.append([ids[i], texts[i], *shade])
-        if items:
-            author = "policy" if sampled else "prompt" if start == 0 else "environment"
-            blocks.append({"author": author, "items": items})
+    for i, (token, sampled) in enumerate(zip(ids, mask, strict=True)):
+        if HEAD < i < HEAD + num_left_out:
+            continue
+        author = "policy" if sampled else "prompt" if i < first_sampled else "environment"
+        if not blocks or blocks[-1]["author"] != author:
+            blocks.append({"author": author, "items": []})
+        items = blocks[-1]["items"]
+        if i == HEAD and num_left_out:
+            items.append(num_left_out)
+            continue
+        if sampled and versions[i] != version:
+            version = versions[i]
+            items.append(_version_name(version))
+        logprob = float(trajectory.logprobs[i])
+        shade = [round(logprob, 4), sum(logprob < bound for bound in LEVELS)] if sampled else []
+        items.append([token, token_text(ids, i, tokenizer), *shade])
     return blocks
 
 
-def token_texts(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
-    """The text of each token in its place; `[id]` without a tokenizer."""
+def token_text(ids: Sequence[int], i: int, tokenizer: Tokenizer | None) -> str:
+    """The text of token `i` in its place; `[id]` without a tokenizer."""
     if tokenizer is None:
-        return [f"[{token}] " for token in ids]
-    texts: list[str] = []
-    for i, token in enumerate(ids):
-        # Some decoders drop the space at the start of a text, so each token is read after its predecessor.
-        before = tokenizer.decode([ids[i - 1]], skip_special_tokens=False) if i else ""
-        both = tokenizer.decode([ids[i - 1], token], skip_special_tokens=False) if i else ""
-        alone = tokenizer.decode([token], skip_special_tokens=False)
-        texts.append(both[len(before) :] if i and len(both) > len(before) and both.startswith(before) else alone)
-    return texts
-
-
-def _shown(start: int, end: int, total: int) -> Iterator[int | None]:
-    """Indices of the run to show; None once where the middle of a long trajectory is left out."""
-    cut = total > HEAD + TAIL
-    for i in range(start, end):
-        if not cut or i < HEAD or i >= total - TAIL:
-            yield i
-        elif i == HEAD:
-            yield None
+        return f"[{ids[i]}] "
+    alone = tokenizer.decode([ids[i]], skip_special_tokens=False)
+    if i == 0:
+        return alone
+    # Some decoders drop the space at the start of a text, so each token is read after its predecessor.
+    before = tokenizer.decode([ids[i - 1]], skip_special_tokens=False)
+    both = tokenizer.decode([ids[i - 1], ids[i]], skip_special_tokens=False)
+    return both[len(before) :] if len(both) > len(before) and both.startswith(before) else alone
 
 
 def _version_name(version: int | None) -> str:

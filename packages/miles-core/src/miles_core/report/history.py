@@ -30,7 +30,7 @@ Span = tuple[float, float]
 """Begin and end, seconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Start:
     """A process that began or went on, or a trainer that went back inside of one."""
 
@@ -45,7 +45,7 @@ class Start:
     """The last event of this start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One optimizer step, of the surviving lineage or of a branch that a rewind left."""
 
@@ -53,11 +53,11 @@ class Step:
     start: int
     at: float
     """When the engines held its weights."""
-    seconds: float
-    """Of waiting for groups, training and weight update; 0 where that was not recorded."""
     is_live: bool
     committed_at: float | None
     has_checkpoint: bool
+    seconds: float
+    """Of waiting for groups, training and weight update; 0 where that was not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +87,13 @@ class RunHistory:
 def read_history(db: sqlite3.Connection) -> RunHistory:
     ends = _ends(db)
     starts = "SELECT start, at, from_step, is_in_place, returned FROM starts ORDER BY start"
-    steps = "SELECT version, start, at, facts, dropped_start, committed_at, checkpoint FROM steps ORDER BY step"
+    steps = (
+        "SELECT facts, version, start, at, dropped_start IS NULL, committed_at, checkpoint IS NOT NULL FROM steps "
+        "ORDER BY step"
+    )
     return RunHistory(
-        starts=[
-            Start(number=n, at=at, from_step=step, is_in_place=bool(in_place), returned=returned, end=ends[n])
-            for n, at, step, in_place, returned in db.execute(starts)
-        ],
-        steps=[
-            Step(
-                version=version,
-                start=start,
-                at=at,
-                seconds=_seconds(json.loads(facts)),
-                is_live=dropped is None,
-                committed_at=committed_at,
-                has_checkpoint=checkpoint is not None,
-            )
-            for version, start, at, facts, dropped, committed_at, checkpoint in db.execute(steps)
-        ],
+        starts=[Start(*row, end=ends[row[0]]) for row in db.execute(starts)],
+        steps=[Step(*row, seconds=_seconds(json.loads(facts))) for facts, *row in db.execute(steps)],
         evaluations=[(at - max(s, 0.0), at) for at, s in db.execute("SELECT at, seconds FROM evaluations ORDER BY at")],
         pauses=_pauses(db, ends),
         trainer_deaths=[at for (at,) in db.execute("SELECT at FROM happenings WHERE kind = 'trainer' ORDER BY at")],

@@ -18,8 +18,8 @@ from miles_core.monitor.summary import format_seconds
 from miles_core.text import visible
 
 _FOLDER = Path(__file__).parent
-_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-"""What could end the element that the JSON stands in, spelled as JSON allows."""
+_UNSAFE = "<>&\u2028\u2029"
+"""What could end the element that the JSON stands in."""
 
 
 def render(kind: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -51,7 +51,9 @@ def save(path: Path, html: str) -> Path:
 def embedded(data: Any) -> str:
     """JSON that may stand inside a `script` element."""
     text = json.dumps(_plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(_ESCAPES)
+    for character in _UNSAFE:
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
 
 
 def format_number(value: float) -> str:
