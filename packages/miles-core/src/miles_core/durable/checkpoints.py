@@ -46,7 +46,7 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by one process.
+    """The checkpoints of one run, written by its driver: `Commits` says when, a resumed run asks for the newest.
 
     Args:
         folder: `<run>/checkpoints`; other entries in it are left alone.

@@ -25,12 +25,12 @@ TRAINER = "trainer"
 
 
 class Commits:
-    """Saves checkpoints as the configuration and the user ask; one is written at a time."""
+    """Decides when a step is saved, and saves it beside training, one at a time; the loop calls it after each step."""
 
     def __init__(self, config: CheckpointConfig, *, checkpoints: Checkpoints, ledger: Ledger | None) -> None:
         """
         Args:
-            ledger: is told of each committed step; supervised training keeps none.
+            ledger: records each committed step; supervised training keeps none.
         """
         self._config = config
         self._checkpoints = checkpoints
@@ -42,10 +42,10 @@ class Commits:
         """Newest committed step."""
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether to save behind `step`: its turn, the end of the run, or the user's request."""
+        """Whether to save after `step`: every so many, at the end of the run, or at the user's request."""
         every = self._config.every
-        its_turn = every > 0 and step % every == 0
-        return self._checkpoints.take_request() or its_turn or (is_last and self._config.at_end)
+        is_scheduled = every > 0 and step % every == 0
+        return self._checkpoints.take_request() or is_scheduled or (is_last and self._config.at_end)
 
     async def begin(self, step: int, *, trainers: Trainers, state: Mapping[str, Any]) -> dict[str, float]:
         """Start a checkpoint of `step`; returns metrics once training may go on.
@@ -74,7 +74,7 @@ class Commits:
             await writing
 
     async def forget(self) -> None:
-        """Let go of the checkpoint that is being written: the ranks that wrote it are gone, or the run ends."""
+        """Abandon the checkpoint that is being written: the ranks that wrote it are gone, or the run ends."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.cancel()
@@ -102,7 +102,7 @@ class Commits:
         logger.info("step %d is committed: %s", step, path)
 
     async def _complete(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Once begun it comes to its end, whoever lets go: a thread that is left alone would complete a checkpoint
+        """Once begun it comes to its end, whoever cancels this: a thread that is left alone would complete a checkpoint
         after the run has looked for the newest one, of a branch that is dead by then."""
         completing = asyncio.ensure_future(asyncio.to_thread(self._checkpoints.complete, step, state))
         try:

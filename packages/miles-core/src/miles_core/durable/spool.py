@@ -63,7 +63,7 @@ class GroupHandle:
 
 
 class SpoolWriter:
-    """Appends groups to files that it alone writes, from one thread at a time."""
+    """A worker's way to disk: appends each finished group to a file that it alone writes, from one thread at a time."""
 
     def __init__(self, directory: Path, name: str, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ class SnapshotScorer(Protocol):
 
 
 class BackgroundEvaluator(Evaluator):
-    """Keeps at most one evaluation running beside training."""
+    """Evaluates a snapshot beside training, at most one at a time; `SnapshotScorer` says on which engines."""
 
     def __init__(
         self,

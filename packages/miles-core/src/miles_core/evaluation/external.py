@@ -29,7 +29,7 @@ class ExternalEvalError(MilesError, RuntimeError):
 
 
 class ExternalScorer:
-    """Runs each evaluation as a process of its own, which a timeout can kill with all that it started."""
+    """Scores a snapshot by the user's function or command, in a process that a timeout can kill with all it started."""
 
     def __init__(self, target: str, *, log: Callable[[int], Path]) -> None:
         """

@@ -17,7 +17,7 @@ from .points import DatasetScore
 
 
 class Conversations:
-    """Folders that hold the episodes of the newest evaluations, one a step."""
+    """The folders `eval/step-…` with the episodes of the newest evaluations; `DatasetScorer` makes and removes them."""
 
     def __init__(self, root: Path, *, keep: int) -> None:
         self._root = root
@@ -46,7 +46,11 @@ class Conversations:
 
 
 class DatasetScorer:
-    """Runs the held-out prompts of every dataset at once; the workers' permits bound how many episodes do."""
+    """Runs the held-out prompts of every dataset at once on engines that hold the weights to score.
+
+    The evaluators on rollout engines and on engines of their own call it, once a point. The workers' permits bound how
+    many episodes run.
+    """
 
     def __init__(
         self,

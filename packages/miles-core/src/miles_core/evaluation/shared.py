@@ -20,7 +20,7 @@ from .scoring import DatasetScorer
 
 
 class InFlight:
-    """Passes groups on, and knows when none is running."""
+    """Runs the groups of training, and knows when none is running: the evaluator waits for that."""
 
     def __init__(self, run_group: RunGroup) -> None:
         self._run_group = run_group
@@ -45,7 +45,7 @@ class InFlight:
 
 
 class SharedEvaluator(Evaluator):
-    """Pauses the issue of groups, waits for those that run, then evaluates; training waits."""
+    """Evaluates on the rollout engines: stops the issue of groups, waits for those that run, scores; training waits."""
 
     def __init__(
         self,

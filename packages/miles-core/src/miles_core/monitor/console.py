@@ -30,7 +30,7 @@ class Column:
 
 
 class ConsoleMonitor(Monitor):
-    """Prints rows with rich on a terminal, plain lines elsewhere (a log file, CI)."""
+    """One row a step for the user: drawn by rich on a terminal, plain lines elsewhere (a log file, CI)."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ SHORT_GAP_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """What one session server sent through its engines."""
+    """What one session server sent through its engines so far; the run reads it after each step."""
 
     busy_s: float = 0.0
     """Seconds since the start with at least one request under way."""
@@ -42,7 +42,7 @@ class Counters:
 
 
 class BusyMeter:
-    """Seconds in which at least one request was under way."""
+    """Seconds in which at least one request was under way; `MeteredEngine` enters it with each request."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -79,7 +79,7 @@ class BusyMeter:
 
 
 class MeteredEngine:
-    """An engine that counts what goes through it, and holds requests back while there is nobody to send them to."""
+    """The engine that a session server sends to: counts requests and tokens, and delays requests while none serves."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -47,7 +47,7 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
 
 
 class Arrivals:
-    """Groups that finished since the last step, whatever became of them."""
+    """Rewards of the groups that finished since the last step, whatever their fate; the run adds each of them."""
 
     def __init__(self) -> None:
         self._lowest, self._highest = math.inf, -math.inf

@@ -12,7 +12,7 @@ TERMINAL_FATES = ("trained", "filtered", "stale", "failed", "aborted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The result of one run."""
+    """The result of one run; made when it ends, for the console, `summary.json` and the report."""
 
     status: Literal["finished", "interrupted", "failed"]
     steps: int
