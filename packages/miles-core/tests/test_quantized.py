@@ -144,7 +144,7 @@ def test_a_rank_trains_on_sends_and_exports_the_same_values(model: Path, tmp_pat
         assert torch.equal(sent[name], tensor), name
     served = ModelFolder(tmp_path / "serving")
     assert served.recipe is None
-    assert all(torch.equal(served.read(name), sent[name]) for name in served.home)
+    assert all(torch.equal(served.read(name), sent[name]) for name in served.infos)
     assert torch.equal(ModelFolder(tmp_path / "master").read(name), master[name])
     engine = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "serving", dtype=torch.float32)
     with torch.no_grad():

@@ -18,6 +18,8 @@ def data(n=1): ...
 def score(checkpoint, step): ...
 def advantage(rewards, *, scale): ...
 def policy(group, *, staleness, max_staleness): ...
+def loss(inputs, *, coef): ...
+def trainer(model_path, *, rank, init_method, depth): ...
 class Mine(Monitor):
     def __init__(self, run, *, url): ...
 number = 3
@@ -47,6 +49,8 @@ def test_what_fits_passes():
         *("--eval.mode", "external", "--eval.external", "own_code:score"),
         *("--rollout.advantage", "own_code:advantage", "--rollout.advantage.args.scale", "2"),
         *("--rollout.put-policy", "own_code:policy"),
+        *("--train.loss.kind", "own_code:loss", "--train.loss.args.coef", "2"),
+        *("--train.backend", "own_code:trainer", "--train.backend-args.depth", "2"),
         *("--monitor.custom", '[{name = "own_code:Mine", args = {url = "x"}}]'),
     )
 
@@ -72,7 +76,12 @@ def test_what_fits_passes():
         (("--rollout.filter", "own_code:fliter"), "--rollout.filter is 'own_code:fliter' but own_code has no"),
         (("--rollout.take-policy", "own_code:env"), "--rollout.take-policy is 'own_code:env' and takes ()"),
         (("--rollout.failure-policy", "no_such:f"), "--rollout.failure-policy is 'no_such:f' but there is no module"),
-        (("--train.loss.kind", "own_code:loss"), "--train.loss.kind is 'own_code:loss' but own_code has no 'loss'"),
+        (("--train.loss.kind", "own_code:lost"), "--train.loss.kind is 'own_code:lost' but own_code has no 'lost'"),
+        (("--train.loss.kind", "own_code:loss"), "--train.loss.kind is 'own_code:loss' and takes (inputs, *, coef)"),
+        (
+            ("--train.backend", "own_code:trainer"),
+            "--train.backend is 'own_code:trainer' and takes (model_path",
+        ),
         (("--monitor.custom", '["own_code:Mine"]'), "--monitor.custom is 'own_code:Mine' and takes (run, *, url)"),
         (("--model.builder", "miles_train.models.tiny:build_tinny"), "has no 'build_tinny'. Did you mean build_tiny?"),
     ],

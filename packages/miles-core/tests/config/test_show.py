@@ -4,7 +4,7 @@ import json
 import tomllib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_core.config import load_config, reference, to_dict, to_toml
 from miles_core.config.keys import field_docs, leaves, type_at, type_name
@@ -37,6 +37,7 @@ def test_plain_data_survives_json():
     assert json.loads(json.dumps(to_dict(config))) == to_dict(config)
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

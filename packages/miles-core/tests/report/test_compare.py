@@ -125,6 +125,15 @@ def test_only_the_keys_that_differ_are_listed(tmp_path):
     assert differing_keys([read_run(a), read_run(b)]) == [("run.steps", ["3", "4"]), ("train.ranks", ["not set", "2"])]
 
 
+def test_a_run_of_an_older_release_differs_by_its_settings_and_not_by_their_names(tmp_path):
+    loss = {"kind": "sft", "normalization": "token"}
+    old = make(tmp_path / "a", {}, {"train": {"layout": "auto", "ranks": 2, "loss": loss | {"clip_low": 0.2}}})
+    new = make(tmp_path / "b", {}, {"train": {"fsdp": {"layout": "auto"}, "ranks": 1, "loss": loss}})
+    assert differing_keys([read_run(old), read_run(new)]) == [("train.ranks", ["2", "1"])]
+    odd = make(tmp_path / "c", {}, {"train": "5", "monitor": 3})
+    assert ("train", ["not set", '"5"']) in differing_keys([read_run(new), read_run(odd)])
+
+
 def test_fates_come_from_the_ledger_or_from_the_metrics(tmp_path):
     run = LongRun(tmp_path / "a")
     run.start()

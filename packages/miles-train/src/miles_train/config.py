@@ -110,7 +110,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_name(self.backend, BACKENDS, kind="trainer backend")
+        check_name(self.backend, BACKENDS, kind="trainer backend", key="backend")
         if self.backend in BACKENDS and self.backend_args:
             raise SettingError(
                 f'`backend_args` is {dict(self.backend_args)} but `backend` is "{self.backend}", which takes its '

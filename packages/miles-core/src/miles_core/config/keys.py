@@ -136,16 +136,17 @@ def fields(section: type) -> dict[str, Any]:
 
 @functools.cache
 def field_docs(section: type) -> dict[str, str]:
-    """The docstring under each field, as one paragraph."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(tree, ast.ClassDef)
+    """The docstring under each field, as one paragraph; those of a base class too."""
     docs: dict[str, str] = {}
-    for statement, follower in zip(tree.body, tree.body[1:], strict=False):
-        match statement, follower:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.split())
-            case _:
-                pass
+    for table in reversed([base for base in section.__mro__ if dataclasses.is_dataclass(base)]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for statement, follower in zip(tree.body, tree.body[1:], strict=False):
+            match statement, follower:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
+                case _:
+                    pass
     return docs
 
 
@@ -220,16 +221,16 @@ def _kind(table: type) -> str:
 
 
 def _leaves_of_kinds(union: UnionTable) -> Iterator[Key]:
-    """`kind` first, with the keys of each; then every key once, where kinds agree about it."""
+    """`kind` first, with what each is; then every key once, where kinds agree about it."""
     keys = [(kind, key) for kind, table in union.kinds.items() for key in leaves(table, union.path)]
-    own = [key for _, key in keys if key.path == (*union.path, KIND)]
-    listed = "; ".join(
-        f"`{kind}` has {', '.join(name for name in fields(table) if name != KIND) or 'no keys'}"
-        for kind, table in union.kinds.items()
-    )
-    doc = " ".join([*dict.fromkeys(key.doc for key in own if key.doc), f"The kinds and their keys: {listed}."])
-    kind_type = Union[tuple(key.type for key in own)]  # noqa: UP007
-    yield Key(path=(*union.path, KIND), type=kind_type, default=union.default, doc=doc)
+    common = [name for name in fields(union.kinds[union.default]) if len(union.owners(name)) == len(union.kinds)]
+    docs: list[str] = []
+    for kind, table in union.kinds.items():
+        own = [name for name in fields(table) if name not in common]
+        docs.append(f"`{kind}`: {inspect.cleandoc(table.__doc__ or '').splitlines()[0]}")
+        docs += [f"Its own keys: {', '.join(own)}."] if own else []
+    kind_type = Union[tuple(fields(table)[KIND] for table in union.kinds.values())]  # noqa: UP007
+    yield Key(path=(*union.path, KIND), type=kind_type, default=union.default, doc=" ".join(docs))
     same: dict[tuple[object, ...], tuple[Key, list[str]]] = {}
     for kind, key in keys:
         said = (key.path, type_name(key.type), repr(key.default), key.doc)
