@@ -9,16 +9,16 @@ from miles_rollout import BufferClosedError, BufferStateError, Fate, Verdict
 from miles_rollout.buffer.admission import Admission, Admitted, AgeLimit, Discarded
 from miles_rollout.buffer.batches import BatchRule
 from miles_rollout.buffer.guards import EmptyBatchGuard
-from miles_rollout.buffer.queue import GroupQueue, OpenGroup, RetryQueue
+from miles_rollout.buffer.queue import GroupQueue, QueuedGroup, RetryQueue
 from miles_tito import GroupRef, Prompt
 from scripted_rollout import make_config, make_ref
 
 
-def group(group_id: str, order: int = 0, *, ref: GroupRef | None = None, **fields: bool) -> OpenGroup:
-    return OpenGroup(id=group_id, order=order, prompt=Prompt(id="p"), issued_version=0, ref=ref, **fields)
+def group(group_id: str, order: int = 0, *, ref: GroupRef | None = None, **fields: bool) -> QueuedGroup:
+    return QueuedGroup(id=group_id, order=order, prompt=Prompt(id="p"), issued_version=0, ref=ref, **fields)
 
 
-def queue_of(*groups: OpenGroup, num_credits: int = 4) -> GroupQueue:
+def queue_of(*groups: QueuedGroup, num_credits: int = 4) -> GroupQueue:
     queue = GroupQueue(num_credits)
     for one in groups:
         queue.add(one)

@@ -1,8 +1,6 @@
 """Runs the sibling episodes of a prompt against recording sessions, hundreds at once on one event loop.
 
     permit ─▶ open session ─▶ env.run ─▶ permit back ─▶ read trajectories ─▶ close session ─▶ Episode
-                                 │
-              deadline: ctx.cancelled is set; deadline + grace: the environment is cancelled
 
 An episode that fails is data: an `Episode` with an error and no reward. Only cancellation of `run_group` itself
 raises.
@@ -30,21 +28,20 @@ from miles_tito import (
     GroupRef,
     Outcome,
     Policy,
-    Prompt,
     Sampling,
     Trajectory,
     summarize,
 )
 from miles_tito.records.samples import mask_older_versions
+from miles_tito.shared.backoff import delay_s
 from miles_tito.shared.settings import SettingError
 
 from .config import RolloutConfig
 from .dispatch import GroupRequest
+from .env_runner import UNWIND_S, EnvRunner, infra_abort
 
 logger = logging.getLogger(__name__)
 
-UNWIND_S = 2.0
-"""Seconds that a cancelled environment and a session that is being closed get before they are left behind."""
 LONGEST_BACKOFF_S = 60.0
 """The wait between two attempts of an episode grows up to this."""
 
@@ -67,7 +64,7 @@ class Sessions(Protocol):
 
 
 class Worker:
-    """Runs groups; one object serves any number of them at once."""
+    """Runs groups for the producer and for evaluations; one object serves any number of them at once."""
 
     def __init__(
         self,
@@ -91,21 +88,19 @@ class Worker:
             backoff_s: wait before the first of them; doubles with each. No permit is held meanwhile.
             partial: whether tokens older than the newest weights of their trajectory are trained.
         """
-        self._env = env
+        self._env = EnvRunner(env, timeout_s=episode_timeout_s, grace_s=grace_s)
         self._sessions = sessions
         self._sampling = sampling
         self._run_id = run_id
         self._episode_timeout_s = episode_timeout_s
         self._permits = asyncio.Semaphore(permits) if isinstance(permits, int) else permits
-        self._grace_s = grace_s
         self._retries = retries
         self._backoff_s = backoff_s
         self._partial = partial
-        self._abandoned: set[asyncio.Task[EpisodeResult]] = set()
-        """Environments that swallowed their cancellation; the references keep them from vanishing unseen."""
         self._num_running = 0
         self._num_retried = 0
         self._serving = asyncio.Event()
+        """Set while an engine serves."""
         self._serving.set()
         self._held_until = -math.inf
         """End of the last time without an engine."""
@@ -134,10 +129,10 @@ class Worker:
         )
 
     def hold(self, is_held: bool) -> None:
-        """Told when no engine serves any more, and when one does again.
+        """Hold episodes back, because no engine serves any more, or let them start again.
 
-        Episodes start only while one serves, and one that spent its time waiting for engines has failed, whatever the
-        environment makes of it: it is no limit of the policy.
+        An episode that spent its time waiting for engines has failed, whatever the environment makes of it: it is no
+        limit of the policy.
         """
         if is_held:
             self._serving.clear()
@@ -164,25 +159,26 @@ class Worker:
         return {
             "worker/running": float(self._num_running),
             "worker/retried": float(self._num_retried),
-            "worker/abandoned": float(len(self._abandoned)),
+            "worker/abandoned": float(self._env.num_abandoned),
         }
 
     async def _run_episode(self, request: GroupRequest, index: int) -> Episode:
         """One episode with its retries; each attempt is a session of its own."""
-        last_attempt = request.attempt + self._retries
         failed: list[FailedAttempt] = []
-        for attempt in range(request.attempt, last_attempt + 1):
-            ctx = Ctx(run_id=self._run_id, episode_id=f"{request.group_id}/{index}", attempt=attempt)
-            episode = await self._attempt(request, ctx)
-            if episode.outcome is not Outcome.INFRA_ABORT or attempt == last_attempt:
+        while True:
+            number = len(failed)
+            ctx = Ctx(run_id=self._run_id, episode_id=f"{request.group_id}/{index}", attempt=request.attempt + number)
+            episode = await self._run_attempt(request, ctx)
+            if episode.outcome is not Outcome.INFRA_ABORT or number == self._retries:
                 return replace(episode, failed_attempts=tuple(failed))
             self._num_retried += 1
             failed.append(_failed(episode))
-            logger.warning("episode %s attempt %d failed and is retried: %s", episode.id, attempt, episode.error)
-            await asyncio.sleep(_backoff_s(self._backoff_s, ctx, number=attempt - request.attempt))
-        raise AssertionError("the last attempt returns")
+            logger.warning("episode %s attempt %d failed and is retried: %s", episode.id, ctx.attempt, episode.error)
+            # Spread, so that siblings do not come back as one crowd; by id, so that a replay waits the same.
+            spread = random.Random(f"{ctx.episode_id}.{ctx.attempt}").uniform(0.75, 1.25)
+            await asyncio.sleep(delay_s(number, first_s=self._backoff_s, longest_s=LONGEST_BACKOFF_S) * spread)
 
-    async def _attempt(self, request: GroupRequest, ctx: Ctx) -> Episode:
+    async def _run_attempt(self, request: GroupRequest, ctx: Ctx) -> Episode:
         """One session from open to close, and what came of it."""
         session_id = f"{ctx.episode_id.replace('/', '-')}.{ctx.attempt}"
         clock = asyncio.get_running_loop().time
@@ -192,25 +188,22 @@ class Worker:
             async with self._permits:
                 await self._serving.wait()
                 started = clock()
-                self._num_running += 1
                 deadline = started + self._episode_timeout_s
+                self._num_running += 1
                 try:
                     policy = await self._open(session_id, request, ctx)
-                    result = await self._run_env(request.prompt, policy, ctx, deadline=deadline)
+                    result = await self._env.run(request.prompt, policy, ctx, deadline=deadline)
                 finally:
                     self._num_running -= 1
-            if result.outcome is Outcome.POLICY_LIMIT and clock() >= deadline and self._was_held_since(started):
-                result = _infra_abort(
+            was_held = not self._serving.is_set() or self._held_until > started
+            if result.outcome is Outcome.POLICY_LIMIT and clock() >= deadline and was_held:
+                result = infra_abort(
                     f"it reached its deadline of {self._episode_timeout_s:g} s while no engine served for a part of it"
                 )
             if result.outcome.has_reward:
-                recorded = await self._sessions.trajectories(session_id)
-                trajectories = tuple(t for t in recorded if t.finish_reason is not FinishReason.ABORT)
-                if self._partial == "mask":
-                    trajectories = tuple(map(mask_older_versions, trajectories))
-                result = _check_recorded(result, num_recorded=len(recorded), trajectories=trajectories)
+                result, trajectories = await self._read(session_id, result)
         except Exception as error:  # the one boundary where a failed episode becomes data
-            result = _infra_abort(f"{type(error).__name__}: {error}")
+            result = infra_abort(f"{type(error).__name__}: {error}")
         finally:
             ctx.cancelled.set()
             await self._close(session_id)
@@ -228,9 +221,6 @@ class Worker:
             finished_at=time.time(),
         )
 
-    def _was_held_since(self, started: float) -> bool:
-        return not self._serving.is_set() or self._held_until > started
-
     async def _open(self, session_id: str, request: GroupRequest, ctx: Ctx) -> Policy:
         metadata = {
             "run_id": ctx.run_id,
@@ -239,75 +229,46 @@ class Worker:
             "episode_id": ctx.episode_id,
             "attempt": ctx.attempt,
         }
+        timeout_s = self._episode_timeout_s
         try:
-            async with asyncio.timeout(self._episode_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._sessions.open(
-                    session_id,
-                    sampling=request.sampling or self._sampling,
-                    metadata=metadata,
-                    deadline_s=self._episode_timeout_s,
+                    session_id, sampling=request.sampling or self._sampling, metadata=metadata, deadline_s=timeout_s
                 )
         except TimeoutError as error:
-            raise TimeoutError(f"the session was not opened within {self._episode_timeout_s:g} s") from error
+            raise TimeoutError(f"the session was not opened within {timeout_s:g} s") from error
 
-    async def _run_env(self, prompt: Prompt, policy: Policy, ctx: Ctx, *, deadline: float) -> EpisodeResult:
-        """The environment's verdict, or an infrastructure failure once deadline and grace have passed."""
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(
-            self._env.run(prompt, policy, replace(ctx, deadline=deadline)), name=f"env {ctx.episode_id}"
+    async def _read(self, session_id: str, result: EpisodeResult) -> tuple[EpisodeResult, tuple[Trajectory, ...]]:
+        """What the session recorded, without what the engine aborted.
+
+        A reward without a single sampled token trains nothing, and says that something is broken.
+        """
+        recorded = await self._sessions.trajectories(session_id)
+        whole = tuple(t for t in recorded if t.finish_reason is not FinishReason.ABORT)
+        if self._partial == "mask":
+            whole = tuple(map(mask_older_versions, whole))
+        if any(t.num_loss_tokens for t in whole):
+            return result, whole
+        if len(recorded) > len(whole):
+            return infra_abort(f"all of its {len(recorded)} trajectories were aborted by the engine"), whole
+        error = (
+            f"the environment gave the reward {result.reward} but its session recorded no sampled token; "
+            "it has to send its model calls to `policy.base_url`"
         )
-        try:
-            await asyncio.wait([task], timeout=max(0.0, deadline - loop.time()))
-            if not task.done():
-                ctx.cancelled.set()
-                await asyncio.wait([task], timeout=self._grace_s)
-            if not task.done():
-                await self._cancel(task)
-                return _infra_abort(
-                    f"the environment ignored its deadline: still running {self._grace_s:g} s after the "
-                    f"{self._episode_timeout_s:g} s of `episode_timeout_s`; it was cancelled"
-                )
-        except asyncio.CancelledError:
-            ctx.cancelled.set()
-            await self._cancel(task)
-            raise
-        return _verdict(task)
-
-    async def _cancel(self, task: asyncio.Task[EpisodeResult]) -> None:
-        """Cancel an environment; one that swallows the cancellation is left behind rather than waited for."""
-        task.cancel()
-        await asyncio.wait([task], timeout=UNWIND_S)
-        if task.done():
-            if not task.cancelled():
-                task.exception()  # what it says now no longer matters
-            return
-        logger.warning("%s swallowed its cancellation and is left behind", task.get_name())
-        self._abandoned.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[EpisodeResult]) -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled():
-            task.exception()
+        return infra_abort(error), whole
 
     async def _close(self, session_id: str) -> None:
         """Close the session; a finished episode is not lost because this fails."""
         try:
             async with asyncio.timeout(UNWIND_S):
                 await self._sessions.close(session_id)
-        except Exception as error:  # the session server forgets it at its own deadline
+        except Exception as error:  # the session server drops it at its own deadline
             logger.warning("session %s was not closed: %s: %s", session_id, type(error).__name__, error)
-
-
-def _backoff_s(base_s: float, ctx: Ctx, *, number: int) -> float:
-    """Seconds before the retry after attempt `number`; spread, so that siblings do not come back as one crowd."""
-    spread = random.Random(f"{ctx.episode_id}.{ctx.attempt}").uniform(0.75, 1.25)  # by id: a replay waits the same
-    return min(base_s * 2**number, LONGEST_BACKOFF_S) * spread
 
 
 def _failed(episode: Episode) -> FailedAttempt:
     """What is kept of an attempt that is tried again."""
-    assert episode.finished_at is not None, "_attempt looks at the clock"
+    assert episode.finished_at is not None, "_run_attempt looks at the clock"
     return FailedAttempt(
         attempt=episode.attempt,
         outcome=episode.outcome,
@@ -315,29 +276,3 @@ def _failed(episode: Episode) -> FailedAttempt:
         seconds=episode.seconds,
         finished_at=episode.finished_at,
     )
-
-
-def _verdict(task: asyncio.Task[EpisodeResult]) -> EpisodeResult:
-    """What a finished environment returned; raises what it raised."""
-    if task.cancelled():
-        return _infra_abort("the environment cancelled itself")
-    result = task.result()
-    if not isinstance(result, EpisodeResult):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's class)
-        raise TypeError(f"env.run returned {type(result).__name__}; it must return an EpisodeResult")
-    return result
-
-
-def _check_recorded(result: EpisodeResult, *, num_recorded: int, trajectories: tuple[Trajectory, ...]) -> EpisodeResult:
-    """A reward without a single sampled token trains nothing, and says that something is broken."""
-    if any(t.num_loss_tokens for t in trajectories):
-        return result
-    if num_recorded > len(trajectories):
-        return _infra_abort(f"all of its {num_recorded} trajectories were aborted by the engine")
-    return _infra_abort(
-        f"the environment gave the reward {result.reward} but its session recorded no sampled token; "
-        "it has to send its model calls to `policy.base_url`"
-    )
-
-
-def _infra_abort(error: str) -> EpisodeResult:
-    return EpisodeResult(outcome=Outcome.INFRA_ABORT, error=error)

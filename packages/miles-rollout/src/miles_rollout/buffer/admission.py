@@ -21,7 +21,7 @@ from miles_rollout.policies import (
 )
 
 from .guards import ENGINE_BEHIND, RESUMED_TOO_LATE, STALE
-from .queue import OpenGroup
+from .queue import QueuedGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class AgeLimit:
         self._policy = policy
         self._max_staleness = max_staleness
 
-    def decide(self, group: OpenGroup, ref: GroupRef, *, version: int) -> Admitted | Discarded:
+    def decide(self, group: QueuedGroup, ref: GroupRef, *, version: int) -> Admitted | Discarded:
         """Ask the policy about a group whose engines hold `version` now."""
         staleness, limit = group.staleness(version), self._max_staleness
         match Verdict(self._policy(ref, staleness=staleness, max_staleness=limit)):
@@ -64,7 +64,7 @@ class AgeLimit:
                 retry = verdict is Verdict.RETRY or group.is_resumed
                 return Discarded(fate=Fate.STALE, reason=self._reason(group, version), retry=retry)
 
-    def _reason(self, group: OpenGroup, version: int) -> str:
+    def _reason(self, group: QueuedGroup, version: int) -> str:
         """A group grows old by itself, or its engine sampled with weights older than the group's issue."""
         if group.is_resumed:
             return RESUMED_TOO_LATE
@@ -82,7 +82,7 @@ class Admission:
         self._at_put = AgeLimit(load_stale_policy(config.put_policy), max_staleness=config.max_staleness)
         self.at_take = AgeLimit(load_stale_policy(config.take_policy), max_staleness=config.max_staleness)
 
-    def decide(self, group: OpenGroup, ref: GroupRef, *, version: int) -> Admitted | Discarded:
+    def decide(self, group: QueuedGroup, ref: GroupRef, *, version: int) -> Admitted | Discarded:
         """Judge a group that has just finished."""
         if (failed := self._failed(ref)) is not None:
             return failed

@@ -6,7 +6,7 @@ from miles_rollout.config import RolloutConfig
 from miles_rollout.errors import BufferClosedError, BufferStateError
 from miles_rollout.policies import rest_can_wait
 
-from .queue import GroupQueue, OpenGroup
+from .queue import GroupQueue, QueuedGroup
 
 
 class BatchRule:
@@ -17,7 +17,7 @@ class BatchRule:
         self._max_staleness = config.max_staleness
         self._waits = config.stragglers == "wait"
 
-    def choose(self, queue: GroupQueue, *, version: int) -> list[OpenGroup] | None:
+    def choose(self, queue: GroupQueue, *, version: int) -> list[QueuedGroup] | None:
         """The next batch; None while it is not full or has to wait for a straggler."""
         batch = queue.admitted()[: self._groups_per_step]
         if len(batch) < self._groups_per_step or not self._may_leave(queue, batch, version=version):
@@ -46,7 +46,7 @@ class BatchRule:
                 "cannot come. Call `release` after each step, or raise `max_staleness`."
             )
 
-    def _may_leave(self, queue: GroupQueue, batch: list[OpenGroup], *, version: int) -> bool:
+    def _may_leave(self, queue: GroupQueue, batch: list[QueuedGroup], *, version: int) -> bool:
         """Whether a step on `batch` leaves no other open group too old to be trained."""
         if not self._waits or not queue.num_running:
             return True

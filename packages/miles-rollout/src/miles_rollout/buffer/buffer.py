@@ -34,7 +34,7 @@ from .admission import Admission, Admitted, Discarded
 from .batches import BatchRule
 from .guards import EmptyBatchGuard, FailureBudget
 from .meters import BufferMeter
-from .queue import GroupQueue, OpenGroup, RetryQueue
+from .queue import GroupQueue, QueuedGroup, RetryQueue
 
 
 class GroupBuffer:
@@ -84,7 +84,7 @@ class GroupBuffer:
         )
         for order, group in enumerate(resume.groups, start=1 - len(resume.groups)):
             self._queue.add(
-                OpenGroup(
+                QueuedGroup(
                     id=group.id,
                     order=resume.counts.issued + order,
                     prompt=group.prompt,
@@ -118,7 +118,7 @@ class GroupBuffer:
             raise BufferStateError(f"Group {group_id!r} is issued without a credit; `await acquire()` first.")
         order = self._book.issue(group_id, prompt_id=prompt.id, version=self._version, retry_of=retry_of, drawn=drawn)
         self._queue.reserved -= 1
-        self._queue.add(OpenGroup(id=group_id, order=order, prompt=prompt, issued_version=self._version))
+        self._queue.add(QueuedGroup(id=group_id, order=order, prompt=prompt, issued_version=self._version))
 
     def reissue(self, group_id: str) -> None:
         """Bind an acquired credit to a group that a stopped run left running, right before its episodes run again."""
@@ -282,7 +282,7 @@ class GroupBuffer:
 
     # ---- helpers
 
-    def _next_batch(self) -> list[OpenGroup] | None:
+    def _next_batch(self) -> list[QueuedGroup] | None:
         """A full batch, or None to wait for one; raises when waiting is in vain."""
         self._raise_if_closed()
         with self._closing_on_error():
@@ -304,7 +304,7 @@ class GroupBuffer:
                     self._empty.discarded(group.ref, discarded.reason)
                     self._notify()  # its credit is free
 
-    def _discard_by_policy(self, group: OpenGroup, discarded: Discarded) -> None:
+    def _discard_by_policy(self, group: QueuedGroup, discarded: Discarded) -> None:
         """Where a policy wants it, the prompt runs again, a bounded number of times in a row."""
         will_retry = discarded.retry and self._retries.allows(group)
         self._discard(group, discarded.fate, discarded.reason, will_retry=will_retry)
@@ -313,7 +313,7 @@ class GroupBuffer:
         else:
             self._retries.clear(group)
 
-    def _discard(self, group: OpenGroup, fate: Fate, reason: str, *, will_retry: bool = False) -> None:
+    def _discard(self, group: QueuedGroup, fate: Fate, reason: str, *, will_retry: bool = False) -> None:
         self._queue.remove(group.id)
         self._meter.discarded[reason if fate is not Fate.ABORTED else "aborted"] += 1
         self._book.advance(group.id, fate, reason=reason, version=self._version, will_retry=will_retry)

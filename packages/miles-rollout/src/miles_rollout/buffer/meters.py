@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .queue import OpenGroup
+from .queue import QueuedGroup
 
 
 class BufferMeter:
@@ -19,7 +19,7 @@ class BufferMeter:
     def __init__(self) -> None:
         self._reset()
 
-    def took(self, batch: Sequence[OpenGroup], *, version: int, wait_s: float) -> None:
+    def took(self, batch: Sequence[QueuedGroup], *, version: int, wait_s: float) -> None:
         """A batch was handed out after `wait_s` seconds."""
         self._staleness += [group.trained_staleness(version) for group in batch]
         self._num_masked += sum(len(group.masked) for group in batch)

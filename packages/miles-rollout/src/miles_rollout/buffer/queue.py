@@ -13,7 +13,7 @@ from miles_rollout.resume import Retry
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenGroup:
+class QueuedGroup:
     """A group from its issue to its final fate."""
 
     id: str
@@ -64,19 +64,19 @@ class GroupQueue:
         self.num_credits = num_credits
         self.reserved = 0
         """Credits acquired for groups that are not issued yet."""
-        self._groups: dict[str, OpenGroup] = {}
+        self._groups: dict[str, QueuedGroup] = {}
 
-    def __getitem__(self, group_id: str) -> OpenGroup:
+    def __getitem__(self, group_id: str) -> QueuedGroup:
         return self._groups[group_id]
 
-    def __iter__(self) -> Iterator[OpenGroup]:
+    def __iter__(self) -> Iterator[QueuedGroup]:
         """In the order of their issue; groups may be removed meanwhile."""
         return iter(list(self._groups.values()))
 
-    def add(self, group: OpenGroup) -> None:
+    def add(self, group: QueuedGroup) -> None:
         self._groups[group.id] = group
 
-    def remove(self, group_id: str) -> OpenGroup:
+    def remove(self, group_id: str) -> QueuedGroup:
         return self._groups.pop(group_id)
 
     @property
@@ -91,7 +91,7 @@ class GroupQueue:
     def num_taken(self) -> int:
         return sum(group.is_taken for group in self._groups.values())
 
-    def admitted(self) -> list[OpenGroup]:
+    def admitted(self) -> list[QueuedGroup]:
         """Admitted groups that are not taken, oldest first."""
         admitted = [group for group in self._groups.values() if group.ref is not None and not group.is_taken]
         return sorted(admitted, key=lambda group: (group.oldest_version, group.order))
@@ -113,14 +113,14 @@ class RetryQueue:
         """The prompt that waits for the longest; None when there is none."""
         return self._waiting.popleft() if self._waiting else None
 
-    def allows(self, group: OpenGroup) -> bool:
+    def allows(self, group: QueuedGroup) -> bool:
         """Whether the prompt of a discarded group may run again. A stop of the run is not the prompt's fault."""
         return group.is_resumed or self._in_a_row[group.prompt.id] < self._group_retries
 
-    def add(self, group: OpenGroup) -> None:
+    def add(self, group: QueuedGroup) -> None:
         self._in_a_row[group.prompt.id] += 1
         self._waiting.append(Retry(prompt=group.prompt, retry_of=group.id))
 
-    def clear(self, group: OpenGroup) -> None:
+    def clear(self, group: QueuedGroup) -> None:
         """Its prompt was trained or given up: the next group of it may be retried as often as the first."""
         self._in_a_row.pop(group.prompt.id, None)

@@ -59,9 +59,9 @@ def main(scratch: str, shm_prefixes: str, command: list[str]) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], prefixes: tuple[str, ...]) -> int:
-    """Wait until the command exits by itself or the owner lets go of the pipe.
+    """Wait until the command exits by itself or the owner closes the pipe.
 
-    Shared memory is noted as soon as there is any, for a command that crashes, and again before the end.
+    Shared memory is listed as soon as there is any, for a command that crashes, and again before the end.
     """
     exited = os.pidfd_open(child.pid)
     pipe = sys.stdin.fileno()
@@ -73,7 +73,7 @@ def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], prefixes
         # A process that the owner forked without exec holds a copy of the pipe and keeps it open, hence getppid.
         gone = orders == b"" or os.getppid() != owner
         if orders or gone or not shared:
-            shared.update(path for pid in _session_members() for path in _mapped(pid) if path.startswith(prefixes))
+            shared.update(path for pid in _others() for path in _mapped(pid) if path.startswith(prefixes))
         if gone:
             child.kill()
             return child.wait()
@@ -84,7 +84,7 @@ def _wait(child: subprocess.Popen[bytes], owner: int, shared: set[str], prefixes
 def _kill_session() -> None:
     """Kill all that is left of this session, twice: something may have been starting in the first pass."""
     for _ in range(2):
-        for pid in _session_members():
+        for pid in _others():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -92,15 +92,19 @@ def _kill_session() -> None:
             os.waitpid(-1, 0)
 
 
-def _session_members() -> list[int]:
-    me = os.getpid()
+def session_members(session_id: int) -> list[int]:
+    """Ids of the live processes of a session."""
     members: list[int] = []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != me:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(int(entry)) == me:
-                    members.append(int(entry))
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if entry.isdigit() and os.getsid(int(entry)) == session_id:
+                members.append(int(entry))
     return members
+
+
+def _others() -> list[int]:
+    """The members of this session besides this process."""
+    return [pid for pid in session_members(os.getpid()) if pid != os.getpid()]
 
 
 def _mapped(pid: int) -> set[str]:

@@ -18,10 +18,10 @@ from typing import IO, Any, cast
 import psutil
 from miles_tito.shared.ports import PortReservation
 
+from miles_rollout.engines import guard
 from miles_rollout.engines.errors import EngineStartError
 
 POLL_S = 0.05
-GUARD = Path(__file__).with_name("guard.py")
 TAIL_BYTES = 65536
 KILL_S = 5.0
 
@@ -57,7 +57,7 @@ class OwnedProcess:
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), self._scratch, ",".join(shm_prefixes), *self.command],
+                [sys.executable, "-I", "-S", guard.__file__, self._scratch, ",".join(shm_prefixes), *self.command],
                 stdin=subprocess.PIPE,
                 bufsize=0,
                 stdout=log,
@@ -75,7 +75,7 @@ class OwnedProcess:
         """Exit status of the command, 128 + n if signal n ended it; None while it runs."""
         status = self._guard.poll()
         if status is not None:
-            self._let_go()
+            self._release_guard()
         return status if status is None or status >= 0 else 128 - status
 
     def wait(self, timeout_s: float) -> int | None:
@@ -86,7 +86,7 @@ class OwnedProcess:
 
     def members(self) -> list[int]:
         """Ids of the live processes of the session, the guard included."""
-        return [pid for pid in psutil.pids() if _session_of(pid) == self.session_id]
+        return guard.session_members(self.session_id)
 
     def listens_on(self, port: int) -> bool:
         """Whether a process of the session, and not a stranger, has `port` open."""
@@ -111,7 +111,7 @@ class OwnedProcess:
                 with contextlib.suppress(BrokenPipeError, ValueError):  # it may end at any moment
                     self._pipe.write(b"T")
                 self.wait(grace_s)
-            self._let_go()
+            self._release_guard()
             self.wait(KILL_S)
             if self._guard.returncode is None or self._guard.returncode < 0:
                 # The guard hangs or was killed: do its work for it.
@@ -127,7 +127,7 @@ class OwnedProcess:
         assert self._guard.stdin is not None
         return self._guard.stdin
 
-    def _let_go(self) -> None:
+    def _release_guard(self) -> None:
         """Close the pipe: the guard kills whatever still runs."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
@@ -149,12 +149,6 @@ def reserve(host: str, port: int = 0, *, wait_s: float = 10.0) -> PortReservatio
                     f"Port {port} of {host} cannot be had: {error}. End what listens there, or choose another."
                 ) from error
         time.sleep(POLL_S)
-
-
-def _session_of(pid: int) -> int | None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        return os.getsid(pid)
-    return None
 
 
 def _listening_ports(pid: int) -> set[int]:

@@ -79,7 +79,7 @@ class PushCount:
         return bool(self._num_running) or self.num_begun != num_begun
 
 
-class SupervisedEngine:
+class SupervisedEngine(EngineLife):
     """One engine of a fleet, from its first start until it is given up; the supervisor runs a task for each."""
 
     def __init__(
@@ -92,8 +92,8 @@ class SupervisedEngine:
         pushes: PushCount,
         on_move: Callable[[EngineEvent], None],
     ) -> None:
+        super().__init__(server.url)
         self.server = server
-        self.url = server.url
         self.reason = ""
         """Of its present state."""
         self.version: int | None = None
@@ -104,23 +104,19 @@ class SupervisedEngine:
         self._config = config
         self._pushes = pushes
         self._on_move = on_move
-        self._life = EngineLife(server.url)
         self._recent_restarts = 0
         """Since the last healthy spell."""
         self._died = asyncio.Event()
         self._records: tuple[ProbeRecord, ...] = ()
 
-    @property
-    def state(self) -> EngineState:
-        return self._life.state
-
-    def move(self, new: EngineState, reason: str) -> None:
-        """Change its state, and say so."""
-        event = self._life.move(new, reason)
+    def move(self, new: EngineState, reason: str) -> EngineEvent:
+        """Change its state, and report it."""
+        event = super().move(new, reason)
         self.reason = reason
         level = logging.INFO if new in (EngineState.HEALTHY, EngineState.SYNCING) else logging.WARNING
         logger.log(level, "engine %s: %s → %s: %s", event.url, event.old, event.new, reason)
         self._on_move(event)
+        return event
 
     def fail(self, reason: str) -> None:
         """It is dead; one that does not serve is being restarted already."""

@@ -45,7 +45,7 @@ class Routing(Protocol):
 
 
 class Supervisor:
-    """Looks after the engines of one fleet, from their first start to the end of the run."""
+    """Keeps the engines of one fleet alive, from their first start to the end of the run, for miles-core's driver."""
 
     def __init__(
         self,

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
-from urllib import error, request
+
+from miles_tito.shared.http import NoAnswer, call_once
 
 from miles_rollout.engines.errors import EngineVersionError
 from miles_rollout.engines.sglang_cpu import absent, kernels, models, patches
@@ -98,11 +98,13 @@ def warm_up(server_args: Any) -> bool:
     url = server_args.url()
     body = {"input_ids": [0, 1], "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}}
     try:
-        _request(f"{url}/model_info", None, patience_s=WARM_UP_S)
-        _request(f"{url}/generate", body, patience_s=0)
-    except OSError as problem:
-        answer = problem.read().decode(errors="replace") if isinstance(problem, error.HTTPError) else ""
-        print(f"miles: the warm-up request failed: {problem} {answer}", file=sys.stderr, flush=True)
+        _until_listening(f"{url}/model_info")
+        answer = call_once("POST", f"{url}/generate", json=body, timeout_s=WARM_UP_S)
+        problem = "" if answer.is_ok else f"status {answer.status} {answer.excerpt(2000)}"
+    except NoAnswer as error:
+        problem = str(error)
+    if problem:
+        print(f"miles: the warm-up request failed: {problem}", file=sys.stderr, flush=True)
         importlib.import_module("sglang.srt.utils").kill_process_tree(os.getpid())
         return False
     tokenizer_manager = importlib.import_module("sglang.srt.managers.tokenizer_manager")
@@ -110,22 +112,16 @@ def warm_up(server_args: Any) -> bool:
     return True
 
 
-def _request(url: str, body: dict[str, Any] | None, *, patience_s: float) -> None:
-    """GET or POST; while nothing listens there yet, try again for `patience_s`."""
-    data = None if body is None else json.dumps(body).encode()
-    call = request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    deadline = time.monotonic() + patience_s
+def _until_listening(url: str) -> None:
+    deadline = time.monotonic() + WARM_UP_S
     while True:
         try:
-            with request.urlopen(call, timeout=WARM_UP_S) as response:
-                response.read()
-                return
-        except error.HTTPError:
-            raise
-        except error.URLError:
+            call_once("GET", url, timeout_s=WARM_UP_S)
+            return
+        except NoAnswer:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(RETRY_S)
+        time.sleep(RETRY_S)
 
 
 if __name__ == "__mp_main__":
