@@ -8,8 +8,8 @@ import pytest
 from miles_rollout import BufferClosedError, BufferStateError, Fate, Verdict
 from miles_rollout.buffer.admission import Admission, Admitted, AgeLimit, Discarded
 from miles_rollout.buffer.batches import BatchRule
-from miles_rollout.buffer.guards import EmptyBatchGuard
 from miles_rollout.buffer.queue import GroupQueue, QueuedGroup, RetryQueue
+from miles_rollout.buffer.stop_rules import EmptyBatchGuard
 from miles_tito import GroupRef, Prompt
 from scripted_rollout import make_config, make_ref
 
@@ -91,15 +91,15 @@ def test_a_batch_waits_for_the_group_that_it_would_make_too_old() -> None:
         (lambda: queue_of(group("a")), "the prompts ended", None),
     ],
 )
-def test_waiting_in_vain_is_an_error(
+def test_waiting_for_a_batch_that_cannot_come_is_an_error(
     queue: Callable[[], GroupQueue], finished: str | None, error: type[Exception] | None
 ) -> None:
     rule = BatchRule(make_config())
     if error is None:
-        rule.require_hope(queue(), finished=finished)
+        rule.require_possible(queue(), finished=finished)
         return
     with pytest.raises(error):
-        rule.require_hope(queue(), finished=finished)
+        rule.require_possible(queue(), finished=finished)
 
 
 def test_groups_that_only_grew_old_do_not_count_as_empty_batches() -> None:

@@ -17,7 +17,7 @@ from .intervals import Interval, mean, mean_interval, share_interval, standard_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScore:
-    """One prompt of an evaluation."""
+    """What one prompt of an evaluation was worth."""
 
     prompt_id: str
     rewards: tuple[float, ...]
@@ -34,7 +34,7 @@ class PromptScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Scores of one evaluation. A failed episode is counted as failed, never scored 0."""
+    """Scores of one evaluation, as `evaluate` returns them. A failed episode is counted as failed, never scored 0."""
 
     name: str
     samples_per_prompt: int

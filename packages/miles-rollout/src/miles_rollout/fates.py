@@ -57,7 +57,7 @@ Observer = Callable[[FateEvent], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FateCounts:
-    """Groups per fate. `issued` is counted on its own, so that a lost group shows."""
+    """Groups per fate, for metrics and the proof at the end. `issued` is counted on its own: a lost group shows."""
 
     issued: int
     trained: int

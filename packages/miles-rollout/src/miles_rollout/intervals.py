@@ -17,7 +17,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Lies around the true value in `LEVEL` of all repetitions with other prompts and other samples."""
+    """A confidence interval: it holds the true value in `LEVEL` of all repetitions with other prompts and samples."""
 
     low: float
     high: float

@@ -15,7 +15,7 @@ MASKED_EPISODES = "masked_episodes"
 
 
 class Verdict(StrEnum):
-    """What a policy decides about one group."""
+    """What a stale or failure policy answers about one group."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -27,13 +27,13 @@ class Verdict(StrEnum):
 
 
 class FailurePolicy(Protocol):
-    """Decides about one finished group with at least one failed episode: keep, drop or retry."""
+    """Decides, when a group is put, about one with failed episodes: keep, drop or retry."""
 
     def __call__(self, ref: GroupRef, *, required_rewards: int) -> Verdict: ...
 
 
 class StalePolicy(Protocol):
-    """Decides about one finished group, at `put` or at `take`."""
+    """Decides about the age of one finished group, when it is put or when a batch is made."""
 
     def __call__(self, ref: GroupRef, *, staleness: int, max_staleness: int) -> Verdict: ...
 

@@ -1,8 +1,8 @@
 """Keeps the buffer supplied: credit, prompt, group, spool, put.
 
-acquire ─▶ gate ─▶ retry or next prompt ─▶ issue ─┬─▶ run_group ─▶ spool ─▶ put
-   ▲                                              └─▶ …as many at once as there are credits
-   └──────────────────────────────────────────────────
+acquire ─▶ gate ─▶ next group, issued ─┬─▶ run_group ─▶ spool ─▶ put
+   ▲                                   └─▶ …as many at once as there are credits
+   └───────────────────────────────────────
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .dispatch import GroupRequest, RunGroup
 from .errors import PromptsExhausted
 from .fates import Fate
 from .prompts import PromptSource
-from .resume import Resume
+from .resume import Resume, ResumedGroup
 
 Spool = Callable[[GroupRef], Awaitable[None]]
 """Makes a finished group durable; the buffer admits it only afterwards."""
 
 
 class Gate:
-    """Holds new groups back while something else needs the engines; running ones finish."""
+    """Holds new groups back while an evaluation needs the engines of the producer; running ones finish."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
@@ -75,28 +75,18 @@ async def produce(
         resume: where an earlier run stopped; `buffer` was restored from it. Its open groups come first.
     """
     gate = gate or Gate()
-    number = resume.next_group if resume else 0
+    requests = _Requests(prompts=prompts, buffer=buffer, group_size=group_size, resume=resume)
     run_one = partial(_run_one, buffer=buffer, run_group=run_group, spool=spool)
-    request = partial(GroupRequest, group_size=group_size)
     try:
         async with asyncio.TaskGroup() as running:
             for group in resume.groups if resume else ():
                 if group.ref is not None and not group.is_admitted:
-                    resumed = request(prompt=group.prompt, group_id=group.id)
-                    running.create_task(run_one(resumed, ref=group.ref), name=f"group {group.id}")
-            waiting = deque(group for group in (resume.groups if resume else ()) if group.ref is None)
+                    running.create_task(run_one(requests.of(group), ref=group.ref), name=f"group {group.id}")
             while True:
                 await buffer.acquire()
                 try:
                     await gate.wait_open()
-                    if waiting:
-                        group = waiting.popleft()
-                        buffer.reissue(group.id)
-                        again = request(prompt=group.prompt, group_id=group.id, attempt=group.attempt)
-                        running.create_task(run_one(again), name=f"group {group.id}")
-                        continue
-                    retry = buffer.next_retry()
-                    prompt = prompts.next() if retry is None else retry.prompt
+                    request = requests.next()
                 except PromptsExhausted as ended:
                     buffer.refund()
                     buffer.finish(str(ended))
@@ -104,10 +94,7 @@ async def produce(
                 except BaseException:
                     buffer.refund()
                     raise
-                group_id = f"g{number:06d}"
-                number += 1
-                buffer.issue(group_id, prompt, retry_of=None if retry is None else retry.retry_of, drawn=prompts.drawn)
-                running.create_task(run_one(request(prompt=prompt, group_id=group_id)), name=f"group {group_id}")
+                running.create_task(run_one(request), name=f"group {request.group_id}")
     except asyncio.CancelledError:
         buffer.finish("the producer was cancelled")
         raise
@@ -117,6 +104,39 @@ async def produce(
         if len(causes) == 1:
             raise causes[0] from None  # what went wrong, without the wrapping
         raise
+
+
+class _Requests:
+    """Which group comes next: one that a stopped run left running, one that is to run again, one of the next prompt."""
+
+    def __init__(self, *, prompts: PromptSource, buffer: GroupBuffer, group_size: int, resume: Resume | None) -> None:
+        self._prompts = prompts
+        self._buffer = buffer
+        self._group_size = group_size
+        self._left = deque(group for group in (resume.groups if resume else ()) if group.ref is None)
+        self._number = resume.next_group if resume else 0
+
+    def next(self) -> GroupRequest:
+        """Bind the acquired credit to the next group, which runs now.
+
+        Raises:
+            PromptsExhausted: there is none.
+        """
+        if self._left:
+            group = self._left.popleft()
+            self._buffer.reissue(group.id)
+            return self.of(group)
+        retry = self._buffer.next_retry()
+        prompt = self._prompts.next() if retry is None else retry.prompt
+        group_id = f"g{self._number:06d}"
+        self._number += 1
+        retry_of = None if retry is None else retry.retry_of
+        self._buffer.issue(group_id, prompt, retry_of=retry_of, drawn=self._prompts.drawn)
+        return GroupRequest(prompt=prompt, group_id=group_id, group_size=self._group_size)
+
+    def of(self, group: ResumedGroup) -> GroupRequest:
+        """What runs a group that a stopped run left."""
+        return GroupRequest(prompt=group.prompt, group_id=group.id, group_size=self._group_size, attempt=group.attempt)
 
 
 async def _run_one(

@@ -16,7 +16,7 @@ PromptState = Mapping[str, "str | int | bool"]
 
 
 class PromptSource(Protocol):
-    """Where the producer gets its prompts."""
+    """Where the producer gets its prompts; `PromptStream` is one."""
 
     @property
     def drawn(self) -> int:
@@ -27,7 +27,7 @@ class PromptSource(Protocol):
 
 
 class PromptStream:
-    """Prompts of a sequence, epoch after epoch, or of an iterator, one after the other.
+    """Prompts of a sequence, epoch after epoch, or of an iterator, one after the other, for the producer.
 
     A sequence is shuffled anew for each epoch by a generator of its own, seeded with seed and epoch: the same
     order in every process, and Python's global random state stays as it is. An iterator is never shuffled and

@@ -36,7 +36,7 @@ class ResumedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where a run goes on."""
+    """Where a run goes on: what `GroupBuffer.restore` and `produce` are given."""
 
     counts: FateCounts
     groups: tuple[ResumedGroup, ...] = ()

@@ -47,7 +47,7 @@ LONGEST_BACKOFF_S = 60.0
 
 
 class Sessions(Protocol):
-    """Recording sessions, as `miles_tito.client.SessionClient` offers them."""
+    """Recording sessions, which a worker opens one an attempt; `miles_tito.client.SessionClient` offers them."""
 
     async def open(
         self,

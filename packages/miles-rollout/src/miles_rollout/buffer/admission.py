@@ -20,13 +20,13 @@ from miles_rollout.policies import (
     stale_episodes,
 )
 
-from .guards import ENGINE_BEHIND, RESUMED_TOO_LATE, STALE
 from .queue import QueuedGroup
+from .stop_rules import ENGINE_BEHIND, RESUMED_TOO_LATE, STALE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The group is worth a place in a batch."""
+    """The answer of a policy: the group is worth a place in a batch."""
 
     ref: GroupRef
     """With its stale episodes masked, where the policy said so."""
@@ -34,7 +34,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discarded:
-    """The group is not trained."""
+    """The answer of a policy: the group is not trained."""
 
     fate: Fate
     reason: str

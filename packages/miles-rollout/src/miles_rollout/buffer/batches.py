@@ -10,7 +10,7 @@ from .queue import GroupQueue, QueuedGroup
 
 
 class BatchRule:
-    """Chooses the batch that `take` hands out, and says when none can come any more."""
+    """Chooses the batch that `GroupBuffer.take` hands out, and says when none can come any more."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._groups_per_step = config.groups_per_step
@@ -24,8 +24,8 @@ class BatchRule:
             return None
         return batch
 
-    def require_hope(self, queue: GroupQueue, *, finished: str | None) -> None:
-        """Raise where waiting for a batch is in vain.
+    def require_possible(self, queue: GroupQueue, *, finished: str | None) -> None:
+        """Raise where no batch can come, however long `take` waits.
 
         Args:
             finished: why nothing will be issued any more; None while something will.

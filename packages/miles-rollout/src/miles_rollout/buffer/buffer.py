@@ -32,9 +32,9 @@ from miles_rollout.resume import Resume, Retry
 
 from .admission import Admission, Admitted, Discarded
 from .batches import BatchRule
-from .guards import EmptyBatchGuard, FailureBudget
-from .meters import BufferMeter
+from .metrics import BufferMeter
 from .queue import GroupQueue, QueuedGroup, RetryQueue
+from .stop_rules import EmptyBatchGuard, FailureBudget
 
 
 class GroupBuffer:
@@ -283,13 +283,13 @@ class GroupBuffer:
     # ---- helpers
 
     def _next_batch(self) -> list[QueuedGroup] | None:
-        """A full batch, or None to wait for one; raises when waiting is in vain."""
+        """A full batch, or None to wait for one; raises when none can come."""
         self._raise_if_closed()
         with self._closing_on_error():
             self._discard_stale()
         batch = self._batches.choose(self._queue, version=self._version)
         if batch is None:
-            self._batches.require_hope(self._queue, finished=self._finished)
+            self._batches.require_possible(self._queue, finished=self._finished)
         return batch
 
     def _discard_stale(self) -> None:

@@ -14,7 +14,7 @@ from miles_rollout.resume import Retry
 
 @dataclass(slots=True, kw_only=True)
 class QueuedGroup:
-    """A group from its issue to its final fate."""
+    """A group from its issue to its final fate, with what the buffer knows of it."""
 
     id: str
     order: int
@@ -58,7 +58,7 @@ class QueuedGroup:
 
 
 class GroupQueue:
-    """Open groups by id, and the credits that they hold."""
+    """Open groups by id, and the credits that they hold; `GroupBuffer` has one."""
 
     def __init__(self, num_credits: int) -> None:
         self.num_credits = num_credits

@@ -29,14 +29,14 @@ RESERVED: Mapping[str, str] = {
     "dtype": "set `dtype` of the engine",
     "context-length": "set `context_length` of the engine",
     "max-total-tokens": "set `max_total_tokens` of the engine",
-    "skip-server-warmup": "the warm-up tells when a server is ready",
+    "skip-server-warmup": "the warm-up shows when a server is ready",
 }
 """Options of SGLang that `options` may not hold, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """SGLang servers of one kind."""
+    """SGLang servers of one kind, as one table of the configuration describes them."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (read by pydantic in miles-core; no dependency here)
 

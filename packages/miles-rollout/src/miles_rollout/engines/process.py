@@ -27,7 +27,7 @@ KILL_S = 5.0
 
 
 class OwnedProcess:
-    """One command under `guard.py`, in its own session, writing to one log file.
+    """One command under `guard.py`, in its own session, writing to one log file: an engine, a router, an evaluation.
 
     Terminal signals do not reach the session, so the owner decides when Ctrl-C ends it; and when the owner dies, in
     whatever way, the session dies too.
@@ -89,7 +89,7 @@ class OwnedProcess:
         return guard.session_members(self.session_id)
 
     def listens_on(self, port: int) -> bool:
-        """Whether a process of the session, and not a stranger, has `port` open."""
+        """Whether a process of the session, and not another one, has `port` open."""
         return any(port in _listening_ports(pid) for pid in self.members())
 
     def log_tail(self, num_lines: int = 20) -> str:

@@ -54,7 +54,10 @@ OPTIONS: Sequence[str] = (
 
 
 class Router:
-    """An smg process. Engines are added and removed while it runs. Every method may be called from any thread."""
+    """An smg process in front of the engines of one table. Engines are added and removed while it runs.
+
+    Every method may be called from any thread.
+    """
 
     def __init__(
         self, *, log_path: Path, host: str = "127.0.0.1", port: int = 0, request_timeout_s: float = 3600.0

@@ -48,7 +48,7 @@ ADVICE: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StartProgress:
-    """How a start is going."""
+    """How far a start is, as `wait_ready` reports it."""
 
     seconds: float
     last_line: str
@@ -60,7 +60,10 @@ Progress = StartProgress
 
 
 class EngineServer:
-    """A server process with its log, on a port of its own. Every method may be called from any thread."""
+    """A server process with its log, on a port of its own, for whoever runs engines: in miles-core an actor.
+
+    Every method may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class EngineServer:
         )
 
     def _answers(self) -> bool:
-        """Whether our server, and not a stranger on its port, is ready for requests."""
+        """Whether this server, and not another process on its port, is ready for requests."""
 
         async def is_ready() -> bool:
             async with EngineControl(self.url) as control:

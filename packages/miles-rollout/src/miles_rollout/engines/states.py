@@ -21,7 +21,7 @@ from miles_rollout.engines.errors import EngineStateError
 
 
 class EngineState(StrEnum):
-    """What an engine is good for."""
+    """What a supervised engine may be used for now."""
 
     STARTING = "starting"
     """Comes up for the first time."""
@@ -66,7 +66,7 @@ class EngineEvent:
 
 
 class EngineLife:
-    """The state of one engine; refuses every change that the diagram does not have."""
+    """The state of one engine, which `SupervisedEngine` changes; refuses what the diagram does not have."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -22,6 +22,8 @@ def install() -> None:
 
 
 class KernelStand(ModuleType):
+    """The module that `import sgl_kernel` gives."""
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__ = []

@@ -1,4 +1,4 @@
-"""Two ways a run is stopped with advice: nothing but discarded groups, and too many failed episodes."""
+"""Two rules that stop a run with advice: nothing but discarded groups, and too many failed episodes."""
 
 from __future__ import annotations
 
