@@ -35,7 +35,7 @@ class ShownEpisode:
 
 
 def pick_episodes(groups: Sequence[tuple[Group, str]]) -> list[ShownEpisode]:
-    """The best and the worst episode of each group, and one that failed.
+    """The best and the worst episode of each group, and one that failed; any of them where none has a conversation.
 
     Args:
         groups: in the order to show them, each with its fate.
@@ -50,6 +50,8 @@ def pick_episodes(groups: Sequence[tuple[Group, str]]) -> list[ShownEpisode]:
         failed = next((e for e in episodes if e.reward is None), None)
         if failed is not None:
             picks["without a reward"] = failed
+        if not picks and group.episodes:
+            picks = {"without a conversation": group.episodes[0]}
         shown += [ShownEpisode(e, label=label, fate=fate, siblings=len(group.episodes)) for label, e in picks.items()]
     return shown
 

@@ -158,8 +158,5 @@ def _discard(db: sqlite3.Connection, totals: FateTotals, trajectories: Path, *, 
         except (SpoolError, OSError) as error:
             return Discard(totals=totals, examples=examples, missing=str(error))
         shown = pick_episodes([(group, fate)])[:EXAMPLES]
-        if not shown and group.episodes:
-            siblings = len(group.episodes)
-            shown = [ShownEpisode(group.episodes[0], label="without a conversation", fate=fate, siblings=siblings)]
         examples += [replace(one, label=f"group {name}, {one.label}") for one in shown]
     return Discard(totals=totals, examples=examples)

@@ -21,14 +21,7 @@ from miles_core.monitor.summary import RunSummary
 
 from .conversations import ShownEpisode, pick_episodes
 from .fates import Discard, RunFates, read_discards, read_fates
-from .history import (
-    Floats,
-    RunHistory,
-    read_evaluations,
-    read_events,
-    read_group_spans,
-    read_history,
-)
+from .history import Floats, RunHistory, read_evaluations, read_events, read_group_spans, read_history
 from .wall_time import TimeSplit, make_timeline, split_time
 
 MOMENTS = 4
