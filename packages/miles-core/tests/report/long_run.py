@@ -14,7 +14,7 @@ from miles_core.durable.spool import SpoolWriter
 from miles_core.monitor import JsonlMonitor
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan
-from miles_tito.records.summary import summarize
+from miles_tito.records.summary import GroupRef, summarize
 
 TOKENS = 8
 SAMPLED = 5
@@ -85,7 +85,8 @@ class LongRun:
         self.clock.go(wait + train + sync)
         for name in names:
             self.ledger(_event(name, Fate.TRAINED, version))
-        self.ledger.step(version, names, facts={"seconds": wait + train + sync})
+        groups = [GroupRef(id=name, prompt_id="", episodes=()) for name in names]
+        self.ledger.step(version, groups, facts={"seconds": wait + train + sync})
         self.rows.append(
             {
                 "step": version,

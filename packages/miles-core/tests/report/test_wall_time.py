@@ -15,6 +15,7 @@ from miles_core.report.history import RunHistory, Start, Step, read_history
 from miles_core.report.run_data import read_run
 from miles_core.report.wall_time import KINDS, covered, load, split_time
 from miles_rollout.fates import Fate
+from miles_tito.records.summary import GroupRef
 
 times = st.floats(0, 100, allow_nan=False)
 intervals = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=12)
@@ -230,7 +231,7 @@ def test_rows_without_seconds_leave_the_time_between_steps_to_other(tmp_path):
     names = run.issue(2)
     run.finish(names)
     run.clock.go(7)
-    run.ledger.step(1, names)
+    run.ledger.step(1, [GroupRef(id=name, prompt_id="", episodes=()) for name in names])
     for name in names:
         run.end([name], Fate.TRAINED, "", version=1)
     run.write()

@@ -37,7 +37,7 @@ async def live(ledger: Ledger, version: int) -> None:
             version += 1
             for group_id in buffered:
                 ledger(event(group_id, Fate.TRAINED, version=version))
-            ledger.step(version, buffered)
+            ledger.step(version, [make_ref(group_id) for group_id in buffered])
             buffered.clear()
             await asyncio.sleep(0)
             say("trained", name)

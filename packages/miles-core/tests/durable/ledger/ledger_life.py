@@ -71,7 +71,7 @@ def finish(ledger: Ledger, *names: str, version: int = 0, **more: object) -> Non
 def train(ledger: Ledger, version: int, *names: str) -> None:
     for name in names:
         ledger(event(name, Fate.TRAINED, version=version))
-    ledger.step(version, names)
+    ledger.step(version, [make_ref(name) for name in names])
 
 
 def reopen(ledger: Ledger) -> Ledger:

@@ -121,7 +121,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         for name in names:
             self.model.groups[name].fate = Fate.TRAINED
             self.ledger(event(name, Fate.TRAINED, version=version))
-        self.ledger.step(version, names)
+        self.ledger.step(version, [self.ref(name) for name in names])
 
     @precondition(lambda self: self.model.version > self.model.committed[-1])
     @rule(data=st.data())

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ledger_life import event, finish, issue, train
+from ledger_life import event, finish, issue, make_ref, train
 from miles_core.durable.ledger import Ledger, LedgerError, Limits, overview, why
 from miles_core.durable.ledger.schema import APPLICATION_ID, SCHEMA_VERSION, STEPS
 from miles_rollout.fates import Fate
@@ -224,7 +224,7 @@ def test_an_older_schema_is_brought_up_to_date_and_the_run_goes_on(first_schema:
     assert [(group.id, group.attempt) for group in ledger.open_groups()] == [("g1", 2)]
     finish(ledger, "g1")
     ledger(event("g1", Fate.TRAINED, version=2))
-    ledger.step(2, ["g1"], facts={"seconds": 3.0})
+    ledger.step(2, [make_ref("g1")], facts={"seconds": 3.0})
     ledger.event("engine", "rollout-0", "died")
     assert (ledger.counts().trained, ledger.verify()) == (2, [])
     ledger.close()

@@ -70,7 +70,7 @@ def test_a_group_is_in_one_step_only(ledger: Ledger) -> None:
     finish(ledger, "g0", "g1")
     train(ledger, 1, "g0")
     with pytest.raises(LedgerError, match="'g0' was trained in step 1 and cannot enter step 2"):
-        ledger.step(2, ["g1", "g0"])
+        ledger.step(2, [make_ref("g1"), make_ref("g0")])
     assert rows(ledger, "SELECT version FROM steps") == [(1,)]
 
 

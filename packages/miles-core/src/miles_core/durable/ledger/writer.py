@@ -213,18 +213,16 @@ class Ledger(Transactions):
             self._numbers.clear()
         return aborted
 
-    def step(self, version: int, groups: Sequence[GroupRef | str], *, facts: Mapping[str, float] | None = None) -> None:
+    def step(self, version: int, groups: Sequence[GroupRef], *, facts: Mapping[str, float] | None = None) -> None:
         """The engines hold weights `version`, trained on `groups`; before or after these become TRAINED."""
         with self._recording() as db:
-            names = [group if isinstance(group, str) else group.id for group in groups]
-            numbers = [self._number(db, name, "be in a step", may_have_ended=True) for name in names]
+            numbers = [self._number(db, group.id, "be in a step", may_have_ended=True) for group in groups]
             step = self._join_step(db, version, numbers)
             if facts:
                 db.execute("UPDATE steps SET facts = ? WHERE step = ?", (json.dumps(facts), step))
             masked = [
                 (number, episode)
                 for number, group in zip(numbers, groups, strict=True)
-                if isinstance(group, GroupRef)
                 for episode in group.metadata.get(MASKED_EPISODES, ())
             ]
             db.executemany("UPDATE episodes SET is_masked = 1 WHERE number = ? AND episode_id = ?", masked)
