@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from . import triton_kernels
-from .library import find_kernels
+from .library import FP8_RULES, MX_RULES, find_kernels
 
 if TYPE_CHECKING:
     from ..formats.nvfp4 import Nvfp4Format
     from ..formats.spec import Format, QuantizedTensor
 
-_MX_RULES = {"rceil": 0, "floor": 1, "even": 2}
-_FP8_RULES = {"div": 0, "miles": 1, "te": 2, "te_pow2": 3}
 _PER_THREAD = 1 << 19  # elements: below this, handing work over takes longer than doing it
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -96,7 +94,7 @@ def _fp8(kernels: Any, format: Format, weight: torch.Tensor, amax: torch.Tensor 
     if amax is not None:
         # Rows are independent once the maximum is known; each writes the one scale.
         height, scale, whole = 1, torch.empty(rows, 1), byref(c_float(float(amax)))
-    where, rule = (weight, _is_bf16(weight), codes, scale, _Each(1)), _FP8_RULES[format.name.rule]
+    where, rule = (weight, _is_bf16(weight), codes, scale, _Each(1)), FP8_RULES[format.name.rule]
     _in_threads(kernels.fp8_quantize, weight.shape, *where, columns, height, width, rule, whole, unit=height)
     return codes, scale if amax is None else scale[:1].clone(), None
 
@@ -108,7 +106,7 @@ def _mx(kernels: Any, format: Format, weight: torch.Tensor) -> Parts:
     codes = torch.empty(rows, columns if is_fp8 else columns // 2, dtype=kind)
     scale = torch.empty(rows, columns // 32, dtype=torch.uint8)
     where = weight, _is_bf16(weight), codes, scale, _Each(columns // 32)
-    _in_threads(kernels.mx_quantize, weight.shape, *where, int(is_fp8), _MX_RULES[format.name.rule])
+    _in_threads(kernels.mx_quantize, weight.shape, *where, int(is_fp8), MX_RULES[format.name.rule])
     return codes, scale, None
 
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from ..errors import QuantError
 from .build import LIBRARY, sources_digest
 
+FP8_RULES = {"div": 0, "miles": 1, "te": 2, "te_pow2": 3}
+MX_RULES = {"rceil": 0, "floor": 1, "even": 2}
+"""The numbers that kernels know scale rules by."""
 _FOLDER = Path(__file__).parent
 _log = logging.getLogger("miles_quant")
 

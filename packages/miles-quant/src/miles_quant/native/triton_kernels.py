@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .library import FP8_RULES
+
 if TYPE_CHECKING:
     from ..formats.spec import Format
 
@@ -31,7 +33,6 @@ triton, tl = _module("triton"), _module("triton.language")
 jit: Callable[..., Any] = triton.jit if triton else lambda function: function
 
 _BLOCKS_PER_PROGRAM = 16
-_FP8_RULES = {"div": 0, "miles": 1, "te": 2, "te_pow2": 3}
 _log = logging.getLogger("miles_quant")
 
 
@@ -84,7 +85,7 @@ def _launch(format: Format, weight: torch.Tensor) -> tuple[torch.Tensor, torch.T
     scale = torch.empty(rows, columns // width, dtype=kind, device=weight.device)
     grid = (-(-blocks // _BLOCKS_PER_PROGRAM),)
     kernel: Any = _mxfp8 if is_mx else _fp8
-    rule = {} if is_mx else {"RULE": _FP8_RULES[format.name.rule]}
+    rule = {} if is_mx else {"RULE": FP8_RULES[format.name.rule]}
     kernel[grid](
         weight, codes, scale, blocks, BLOCKS=_BLOCKS_PER_PROGRAM, WIDTH=width, **rule, enable_fp_fusion=False
     )  # fmt: skip
