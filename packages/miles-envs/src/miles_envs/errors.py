@@ -42,7 +42,7 @@ class DeadlineReached(MilesError, RuntimeError):
 
 
 class VerifierError(MilesError, RuntimeError):
-    """No reward could be had: the episode ends as `VERIFIER_INVALID`, never with a reward of 0."""
+    """No reward could be computed: the episode ends as `VERIFIER_INVALID`, never with a reward of 0."""
 
 
 class GraderTimeout(VerifierError):
