@@ -11,7 +11,6 @@ import torch
 
 from ..errors import ModelFolderError
 from .folder import ModelFolder
-from .packed import PackedFolder
 
 _CHUNK = 1 << 22
 
@@ -46,44 +45,23 @@ def compare(first: str | Path, second: str | Path) -> Iterator[ComparedTensor]:
     Raises:
         ModelFolderError: a folder is half-written, or one has a tensor that the other lacks.
     """
-    a, b = _Values(ModelFolder(first)), _Values(ModelFolder(second))
-    only = sorted(a.names.keys() ^ b.names.keys())
+    a, b = ModelFolder(first), ModelFolder(second)
+    names = a.names
+    only = sorted(set(names) ^ set(b.names))
     if only:
-        where = first if only[0] in a.names else second
+        where = first if only[0] in names else second
         raise ModelFolderError(f"{len(only)} tensors are in one folder alone, e.g. {only[0]} in {where}.")
-    for name in a.names:
+    for name in names:
         yield _compare(name, a, b)
 
 
-class _Values:
-    """A folder's tensors under the names of a plain checkpoint."""
-
-    def __init__(self, folder: ModelFolder) -> None:
-        self._folder = folder
-        self.packed = PackedFolder(folder) if folder.recipe is not None else None
-        matrices = self.packed.names if self.packed else frozenset()
-        stored = {part for name in matrices for part in self.packed.parts(name).values()} if self.packed else set()
-        self.names = dict.fromkeys(name for name in folder.infos if name not in stored) | dict.fromkeys(
-            sorted(matrices)
-        )
-
-    def stored(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Codes and all scales by suffix; None for what is not quantised."""
-        return self.packed.read_stored(name) if self.packed and name in self.packed.names else None
-
-    def values(self, name: str) -> torch.Tensor:
-        if self.packed is None or name not in self.packed.names:
-            return self._folder.read(name)
-        return self.packed.format.dequantize(self.packed.read(name), dtype=torch.float32)
-
-
-def _compare(name: str, a: _Values, b: _Values) -> ComparedTensor:
-    ours, theirs = a.stored(name), b.stored(name)
+def _compare(name: str, a: ModelFolder, b: ModelFolder) -> ComparedTensor:
     codes_equal = scales_equal = None
-    if ours and theirs and a.packed and b.packed and a.packed.format.parts == b.packed.format.parts:
-        codes, *scales = (_same_bytes(ours[part.suffix], theirs[part.suffix]) for part in a.packed.format.parts)
-        codes_equal, scales_equal = codes, all(scales)
-    x, y = a.values(name), b.values(name)
+    if name in a.quantized & b.quantized and a.format.parts == b.format.parts:
+        ours, theirs = a.read_stored(name), b.read_stored(name)
+        codes_equal, *scales = (_same_bytes(ours[part.suffix], theirs[part.suffix]) for part in a.format.parts)
+        scales_equal = all(scales)
+    x, y = (folder.values(name, torch.float32) for folder in (a, b))
     if x.shape != y.shape:
         raise ModelFolderError(f"{name} is {tuple(x.shape)} in one folder and {tuple(y.shape)} in the other.")
     largest, total, dot, norm_x, norm_y = 0.0, 0.0, 0.0, 0.0, 0.0

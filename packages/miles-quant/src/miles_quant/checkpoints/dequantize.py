@@ -9,7 +9,6 @@ import torch
 
 from .folder import ModelFolder
 from .job import FolderJob, FolderReport
-from .packed import PackedFolder
 from .safetensors import TensorInfo
 
 
@@ -26,19 +25,21 @@ def dequantize(
     Raises:
         ModelFolderError: `source` is half-written or not quantised, or `target` is something else.
     """
-    folder = PackedFolder(ModelFolder(source))
-    return _Dequantize(folder, dtype).run(target, workers=workers, is_quiet=is_quiet)
+    return _Dequantize(ModelFolder(source), dtype).run(target, workers=workers, is_quiet=is_quiet)
 
 
 class _Dequantize(FolderJob):
     """Codes and scales become one plain matrix, where the codes were; everything else is copied."""
 
-    def __init__(self, packed: PackedFolder, dtype: torch.dtype) -> None:
-        super().__init__(packed.folder, title=f"dequantise {packed.format.name}", changed=packed.names)
-        self._packed, self._dtype = packed, dtype
-        codes, *others = (part.suffix for part in packed.format.parts)
-        self._codes = {packed.parts(name)[codes]: name for name in packed.names}
-        self._others = {packed.parts(name)[suffix] for name in packed.names for suffix in others}
+    def __init__(self, source: ModelFolder, dtype: torch.dtype) -> None:
+        super().__init__(source, title=f"dequantise {source.format.name}", changed=source.quantized)
+        self._dtype = dtype
+        self._codes: dict[str, str] = {}
+        self._others: set[str] = set()
+        for name in source.quantized:
+            codes, *others = source.stored_names(name).values()
+            self._codes[codes] = name
+            self._others.update(others)
 
     def targets(self, name: str) -> dict[str, TensorInfo]:
         if name in self._others:
@@ -46,13 +47,11 @@ class _Dequantize(FolderJob):
         if name not in self._codes:
             return {name: self.source.infos[name]}
         weight = self._codes[name]
-        return {weight: TensorInfo(dtype=self._dtype, shape=self._packed.shape(weight))}
+        return {weight: TensorInfo(dtype=self._dtype, shape=self.source.shape(weight))}
 
     def transform(self, name: str) -> dict[str, torch.Tensor]:
-        if name not in self._codes:
-            return {name: self.source.read(name)}
-        weight = self._codes[name]
-        return {weight: self._packed.format.dequantize(self._packed.read(weight), dtype=self._dtype)}
+        weight = self._codes.get(name, name)
+        return {weight: self.source.values(weight, self._dtype)}
 
     def documents(self) -> dict[str, dict[str, Any]]:
         config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..checkpoints.folder import ModelFolder
-from ..checkpoints.packed import PackedFolder
 from ..errors import ModelFolderError
 from ..formats.spec import QuantizedTensor
 from .experts import check_fused_experts, is_fused_experts, route
@@ -67,35 +66,37 @@ def load_packed(model: nn.Module, folder: str | Path) -> nn.Module:
     Raises:
         ModelFolderError: the folder is not quantised, or its tensors are not the model's.
     """
-    packed = PackedFolder(ModelFolder(folder))
-    scheme = scheme_of(packed.recipe)
-    matrices = named_matrices(model)
-    for name in packed.folder.infos:
-        if name in matrices and name not in packed.names:
+    source = ModelFolder(folder)
+    recipe, quantized = source.recipe, source.quantized
+    if recipe is None:
+        raise ModelFolderError(f"{folder} is not quantised; load it as any model.")
+    scheme, matrices = scheme_of(recipe), named_matrices(model)
+    for name in source.infos:
+        if name in matrices and name not in quantized:
             with torch.no_grad():
-                matrices[name].copy_(packed.folder.read(name))
+                matrices[name].copy_(source.read(name))
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    absent = sorted(set(matrices) - set(packed.folder.infos) - packed.names - tied)
-    if absent or not packed.names <= set(matrices):
-        extra = sorted(packed.names - set(matrices))
+    absent = sorted(set(matrices) - set(source.infos) - quantized - tied)
+    if absent or not quantized <= set(matrices):
+        extra = sorted(quantized - set(matrices))
         raise ModelFolderError(f"{folder} is of another model: it lacks {absent[:3]} and brings {extra[:3]}.")
     for name, module in list(model.named_modules()):
         if is_fused_experts(module):
             check_fused_experts(name, module)
-            _replace(model, name, _packed_experts(name, module, packed, scheme))
-        elif isinstance(module, nn.Linear) and f"{name}.weight" in packed.names:
-            _replace(model, name, _packed_linear(f"{name}.weight", packed, scheme, module.bias))
+            _replace(model, name, _packed_experts(name, module, source, scheme))
+        elif isinstance(module, nn.Linear) and f"{name}.weight" in quantized:
+            _replace(model, name, _packed_linear(f"{name}.weight", source, scheme, module.bias))
     return model
 
 
-def _packed_linear(name: str, packed: PackedFolder, scheme: Scheme, bias: torch.Tensor | None) -> PackedLinear:
-    return PackedLinear(packed.read_stored(name), scheme, bias=None if bias is None else bias.detach())
+def _packed_linear(name: str, source: ModelFolder, scheme: Scheme, bias: torch.Tensor | None) -> PackedLinear:
+    return PackedLinear(source.read_stored(name), scheme, bias=None if bias is None else bias.detach())
 
 
-def _packed_experts(name: str, module: Any, packed: PackedFolder, scheme: Scheme) -> PackedExperts:
+def _packed_experts(name: str, module: Any, source: ModelFolder, scheme: Scheme) -> PackedExperts:
     def layer(matrix: str, value: torch.Tensor) -> nn.Module:
-        if matrix in packed.names:
-            return _packed_linear(matrix, packed, scheme, None)
+        if matrix in source.quantized:
+            return _packed_linear(matrix, source, scheme, None)
         linear = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(value.detach().clone(), requires_grad=False)
         return linear
