@@ -16,6 +16,8 @@ from .keys import KIND, KeyPath, fields, is_plugin, names_at, options, type_at, 
 from .problems import Problem, suggestion
 from .schema import Config
 
+RECIPES = Path(str(importlib.resources.files("miles_core"))) / "recipes"
+
 
 @dataclass
 class Layers:
@@ -85,23 +87,22 @@ def read_layers(words: Sequence[str]) -> Layers:
         if text is None and annotation is not None and bool not in options(annotation):
             layers.problems.append(Problem(f"--{flag}", ".".join(path), "needs a value."))
             continue
-        value = True if text is None else parse_value(text, annotation)
-        layers.merge(_nest(path, value), f"--{flag}")
+        table: dict[str, Any] = {}
+        put(table, path, True if text is None else parse_value(text, annotation))
+        layers.merge(table, f"--{flag}")
     return layers
 
 
 def recipe_names() -> list[str]:
     """The recipes that are shipped, by name."""
-    folder = importlib.resources.files("miles_core") / "recipes"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(file.stem for file in RECIPES.glob("*.toml"))
 
 
 def find_file(name: str) -> Path | None:
     """The shipped recipe `name`, or the file; None where there is neither. A file needs a suffix or a folder."""
-    recipe = Path(str(importlib.resources.files("miles_core"))) / "recipes" / f"{name}.toml"
-    path = Path(name).expanduser()
-    if "/" not in name and recipe.is_file():
+    if "/" not in name and (recipe := RECIPES / f"{name}.toml").is_file():
         return recipe
+    path = Path(name).expanduser()
     return path if path.is_file() else None
 
 
@@ -186,9 +187,3 @@ def _means_none(value: Any, path: KeyPath) -> bool:
     """TOML has no null: the text "none" is one, for keys that may be absent."""
     annotation = type_at(Config, path)
     return value == "none" and annotation is not None and type(None) in options(annotation)
-
-
-def _nest(path: KeyPath, value: Any) -> dict[str, Any]:
-    for name in reversed(path):
-        value = {name: value}
-    return value

@@ -110,7 +110,10 @@ def validate(layers: Layers) -> tuple[Config, list[Problem], list[KeyPath]]:
         for path, message in found.items():
             problems.append(Problem(layers.sources.get(path, ""), ".".join(path), message))
             removed.append(path)
-            _remove(table, path)
+            if path:
+                get(table, path[:-1]).pop(path[-1], None)
+            else:
+                table.clear()
 
 
 _ADAPTER = TypeAdapter(Config)
@@ -200,12 +203,3 @@ def _did_you_mean(path: KeyPath) -> str:
     if elsewhere:
         return f" Did you mean {' or '.join([*elsewhere][:3])}?"
     return f" {prefix.rstrip('.') or 'The top level'} has: {', '.join(known)}." if known else ""
-
-
-def _remove(table: dict[str, Any], path: KeyPath) -> None:
-    if not path:
-        table.clear()
-        return
-    for name in path[:-1]:
-        table = table[name]
-    table.pop(path[-1], None)
