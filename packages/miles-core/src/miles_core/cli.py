@@ -209,6 +209,13 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(handler=handler, takes_settings=takes_settings)
         return command
 
+    _add_runs(add)
+    _add_readers(add)
+    return parser
+
+
+def _add_runs(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """What starts a run, or looks at its configuration before."""
     dry = "resolve and check the configuration, print processes and memory, start nothing"
     for name, handler, text in (
         ("rl", _start("rl"), "train with reinforcement learning"),
@@ -230,6 +237,10 @@ def _parser() -> argparse.ArgumentParser:
     config = add("config", _config, "print the resolved configuration as TOML")
     config.add_argument("--explain", action="store_true", help="write each key's meaning over it")
     config.add_argument("--docs", action="store_true", help="print a reference of every key instead")
+
+
+def _add_readers(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """What reads the directory of a run."""
     report = add(
         "report", _report, "write the report of a run, finished or not, or compare several", takes_settings=False
     )
@@ -251,4 +262,3 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--seed", type=int, default=0, metavar="S", help="decides what breaks and when; 0 by default")
     chaos.add_argument("--seeds", type=int, default=1, metavar="N", help="play N seeds from S on")
     chaos.add_argument("--json", action="store_true", help="print a line of JSON for each seed")
-    return parser

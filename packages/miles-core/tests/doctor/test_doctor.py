@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from miles_core import cli
 from miles_core.config import Config, ModelConfig, RunConfig, load_config
-from miles_core.doctor import Finding, diagnose, machine, packages, to_json, to_text
+from miles_core.doctor import CheckResult, diagnose, machine, packages, to_json, to_text
 from miles_core.doctor import model as model_checks
 from miles_rollout.engines import EngineVersionError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,7 +26,7 @@ def levels(findings) -> list[str]:
 def no_torch(monkeypatch):
     """Importing torch in a process of its own takes seconds; one test of its own does it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(packages, "torch", lambda config: [Finding(check="torch", level="ok", message="")])
+    monkeypatch.setattr(packages, "torch", lambda config: [CheckResult(check="torch", level="ok", message="")])
 
 
 @pytest.fixture
@@ -124,7 +124,9 @@ def test_a_missing_or_wrong_sglang_is_found_with_the_command(monkeypatch, state)
 
     monkeypatch.setattr(packages, "check_sglang", refuse)
     (finding,) = packages.sglang(load_config(["--engines.rollout.device", "cpu"]).config)
-    assert finding == Finding(check="sglang", level="fail", message=f"SGLang {state}", fix="pip install sglang==cpu")
+    assert finding == CheckResult(
+        check="sglang", level="fail", message=f"SGLang {state}", fix="pip install sglang==cpu"
+    )
 
 
 def test_a_missing_router_only_warns_until_two_engines_need_it(monkeypatch):
@@ -230,7 +232,7 @@ def test_a_check_that_breaks_hides_no_other(monkeypatch):
 
 
 def test_the_command_fails_when_a_check_does_and_prints_json(capsys, monkeypatch):
-    broken = [Finding(check="sglang", level="fail", message="missing", fix="install it")]
+    broken = [CheckResult(check="sglang", level="fail", message="missing", fix="install it")]
     monkeypatch.setattr("miles_core.doctor.diagnose", lambda words, model: broken)
     assert cli.main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == [
@@ -242,8 +244,8 @@ def test_the_command_fails_when_a_check_does_and_prints_json(capsys, monkeypatch
 def test_the_text_names_the_fix_below_the_finding():
     text = to_text(
         [
-            Finding(check="python", level="ok", message="3.11"),
-            Finding(check="disk", level="warn", message="little", fix="free some"),
+            CheckResult(check="python", level="ok", message="3.11"),
+            CheckResult(check="disk", level="warn", message="little", fix="free some"),
         ]
     )
     assert text.splitlines() == [

@@ -10,12 +10,12 @@ from miles_core.config.plugins import check_plugins
 
 from . import machine, packages
 from . import model as model_checks
-from .finding import Finding
+from .results import CheckResult
 
-Check = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[CheckResult]]
 
 
-def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Finding]:
+def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[CheckResult]:
     """Every finding about this machine and the configuration that `words` name (see `load_config`).
 
     Args:
@@ -41,11 +41,11 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Fin
         try:
             findings += check()
         except Exception as error:  # the boundary: a broken machine breaks checks in any way it likes
-            findings.append(Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}"))
+            findings.append(CheckResult(name, "fail", f"the check itself failed: {type(error).__name__}: {error}"))
     return findings
 
 
-def _configuration(words: Sequence[str]) -> tuple[Config, list[Finding]]:
+def _configuration(words: Sequence[str]) -> tuple[Config, list[CheckResult]]:
     """The configuration to check against, the default one where it does not resolve."""
     config = Config()
     try:
@@ -55,6 +55,6 @@ def _configuration(words: Sequence[str]) -> tuple[Config, list[Finding]]:
         check_plugins(config, sources=loaded.sources)
     except ConfigError as error:
         fix = "correct it; `miles config --docs` has all keys"
-        return config, [Finding("config", "fail", str(p), fix) for p in error.problems]
+        return config, [CheckResult("config", "fail", str(p), fix) for p in error.problems]
     what = ", ".join(str(file) for file in loaded.files) or "the default configuration"
-    return config, [Finding("config", "ok", f"{what} resolved")]
+    return config, [CheckResult("config", "ok", f"{what} resolved")]

@@ -13,33 +13,33 @@ from miles_tito.tokens.tokenizer import load_tokenizer
 from miles_core.config import Config
 from miles_core.run.dry_run import quant_line
 
-from .finding import Finding
+from .results import CheckResult
 
 
-def template(model: str | None, *, family: str) -> Iterator[Finding]:
+def template(model: str | None, *, family: str) -> Iterator[CheckResult]:
     """Every case in which a conversation would have to be tokenized anew, which loses the sampled tokens."""
     if model is None:
-        yield Finding("template", "ok", "no model folder is named; `--model DIR` checks one")
+        yield CheckResult("template", "ok", "no model folder is named; `--model DIR` checks one")
         return
     folder = Path(model).expanduser()
     try:
         tokenizer = load_tokenizer(folder)
         cases = probe_template(tokenizer, None if family == "auto" else choose_family(family, tokenizer))
     except (MilesError, OSError) as error:
-        yield Finding("template", "fail", f"{folder}: {error}", "set model.path to a Hugging Face folder")
+        yield CheckResult("template", "fail", f"{folder}: {error}", "set model.path to a Hugging Face folder")
         return
     fix = (
         "set model.family to the model's family, or mend chat_template.jinja: a later turn must not change how earlier "
         "ones are written"
     )
     broken = [case for case in cases if case.level == "error"]
-    yield from (Finding("template", "fail", f"not append-only: {c.case}: {c.message}", fix) for c in broken)
-    yield from (Finding("template", "warn", f"{c.case}: {c.message}") for c in cases if c.level == "warning")
+    yield from (CheckResult("template", "fail", f"not append-only: {c.case}: {c.message}", fix) for c in broken)
+    yield from (CheckResult("template", "warn", f"{c.case}: {c.message}") for c in cases if c.level == "warning")
     if not broken:
-        yield Finding("template", "ok", f"{folder.name} is append-only in {len(cases)} cases")
+        yield CheckResult("template", "ok", f"{folder.name} is append-only in {len(cases)} cases")
 
 
-def quant(config: Config) -> Iterator[Finding]:
+def quant(config: Config) -> Iterator[CheckResult]:
     """Whether the model can be held in the numbers of `[quant]`; nothing where there are none."""
     if config.quant is None:
         return
@@ -48,6 +48,6 @@ def quant(config: Config) -> Iterator[Finding]:
         message = quant_line(config.quant, folder if folder and (folder / "config.json").is_file() else None)
     except SettingError as error:
         fix = "change quant.only, quant.keep_bf16 or quant.format; `miles-quant convert` takes the same recipe"
-        yield Finding("quant", "fail", str(error), fix)
+        yield CheckResult("quant", "fail", str(error), fix)
     else:
-        yield Finding("quant", "ok", message.removeprefix("quant "))
+        yield CheckResult("quant", "ok", message.removeprefix("quant "))

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from miles_core.config import Config
 
-from .finding import Finding, Level
+from .results import CheckResult, Level
 
 MILES = ("core", "tito", "rollout", "envs", "train", "weightsync", "quant")
 _ASK_TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -30,56 +30,56 @@ def installed(name: str) -> str | None:
         return None
 
 
-def torch(config: Config, ask: Sequence[str] = (sys.executable, "-c", _ASK_TORCH)) -> Iterator[Finding]:
+def torch(config: Config, ask: Sequence[str] = (sys.executable, "-c", _ASK_TORCH)) -> Iterator[CheckResult]:
     """Imported in another process: a broken build may crash, and a good one takes seconds."""
     result = subprocess.run(ask, capture_output=True, text=True, timeout=120, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         fix = "uv pip install --torch-backend=auto torch"
-        yield Finding("torch", "fail", f"torch cannot be imported: {reason}", fix)
+        yield CheckResult("torch", "fail", f"torch cannot be imported: {reason}", fix)
         return
     version, gpus = result.stdout.split()
     if int(gpus):
-        yield Finding("torch", "ok", f"torch {version} with {gpus} GPUs")
+        yield CheckResult("torch", "ok", f"torch {version} with {gpus} GPUs")
     elif config.train.device == "cuda" or (config.train.device == "auto" and has_gpu()):
         message = f"torch {version} sees no GPU, but the machine or train.device names one"
         fix = "uv pip install --torch-backend=auto torch; compare its CUDA with nvidia-smi; or train.device = cpu"
-        yield Finding("torch", "fail", message, fix)
+        yield CheckResult("torch", "fail", message, fix)
     else:
-        yield Finding("torch", "ok", f"torch {version} on the CPU")
+        yield CheckResult("torch", "ok", f"torch {version} on the CPU")
 
 
-def sglang(config: Config) -> Iterator[Finding]:
+def sglang(config: Config) -> Iterator[CheckResult]:
     """The exact release for each device that engines start on."""
     devices: set[Device] = {resolve_device(engine.device) for engine in config.engines.values() if not engine.urls}
     if not devices:
-        yield Finding("sglang", "ok", "no engine is started here")
+        yield CheckResult("sglang", "ok", "no engine is started here")
     for device in devices:
         yield _version_check("sglang", partial(check_sglang, device), level="fail")
 
 
-def router(config: Config) -> Iterator[Finding]:
+def router(config: Config) -> Iterator[CheckResult]:
     """Needed as soon as one table has more than one server."""
     is_needed = any(engine.num_servers > 1 for engine in config.engines.values())
     yield _version_check("router", check_smg, level="fail" if is_needed else "warn")
 
 
-def ray(version: Version = installed) -> Iterator[Finding]:
+def ray(version: Version = installed) -> Iterator[CheckResult]:
     found = version("ray")
     if found is None:
-        yield Finding("ray", "fail", "ray is not installed", "uv pip install 'ray>=2.50'")
+        yield CheckResult("ray", "fail", "ray is not installed", "uv pip install 'ray>=2.50'")
     else:
-        yield Finding("ray", "ok", f"ray {found}")
+        yield CheckResult("ray", "ok", f"ray {found}")
 
 
 def requirements(
     version: Version = installed, requires: Callable[[str], Sequence[str] | None] = metadata.requires
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Every requirement that Miles declares against what is installed; those of an extra only where it is installed.
 
     SGLang and its router have checks of their own, which know the exact releases.
     """
-    wrong: list[Finding] = []
+    wrong: list[CheckResult] = []
     count = 0
     for package in (f"miles-{part}" for part in MILES):
         if version(package) is None:
@@ -93,21 +93,21 @@ def requirements(
             count += 1
             if found is None or not requirement.specifier.contains(found, prereleases=True):
                 wrong.append(_mismatch(package, requirement, found))
-    yield from wrong or [Finding("packages", "ok", f"{count} requirements of the Miles packages are met")]
+    yield from wrong or [CheckResult("packages", "ok", f"{count} requirements of the Miles packages are met")]
 
 
-def _mismatch(package: str, requirement: Requirement, found: str | None) -> Finding:
+def _mismatch(package: str, requirement: Requirement, found: str | None) -> CheckResult:
     state = "is not installed" if found is None else f"{found} is installed"
     wanted = f"{requirement.name}{requirement.specifier}"
     message = f"{requirement.name} {state}, but {package} needs {wanted}"
-    return Finding("packages", "fail", message, f"uv pip install '{wanted}'")
+    return CheckResult("packages", "fail", message, f"uv pip install '{wanted}'")
 
 
-def _version_check(name: str, check: Callable[[], str], *, level: Level) -> Finding:
+def _version_check(name: str, check: Callable[[], str], *, level: Level) -> CheckResult:
     try:
-        return Finding(name, "ok", check())
+        return CheckResult(name, "ok", check())
     except EngineVersionError as error:
         # "What is wrong. Install it: command": the sentence that leads to the command says nothing by itself.
         told, _, fix = str(error).rpartition(": ")
         message = told.rpartition(". ")[0] or told
-        return Finding(name, level, message, fix)
+        return CheckResult(name, level, message, fix)
