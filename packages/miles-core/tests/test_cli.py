@@ -6,7 +6,8 @@ import types
 
 import pytest
 from miles_core import cli
-from miles_core.config import Config
+from miles_core.config import Config, load_config, to_dict
+from miles_core.durable import rundir
 from miles_core.durable.rundir import RunDir
 from miles_core.monitor import JsonlMonitor
 
@@ -147,6 +148,19 @@ def test_plugins_that_cannot_be_used_start_nothing_and_exit_with_2(started, tmp_
     assert "got an unexpected keyword argument 'siez'" in told
     assert started == []
     assert not (tmp_path / "runs").exists(), "a run has a directory once it can start"
+
+
+def test_a_run_whose_code_is_gone_does_not_go_on_and_keeps_its_configuration(started, tmp_path, capsys):
+    config = load_config(["--model.path", "m", "--env.target", "my_old_task:make"], kind="rl").config
+    run_dir = rundir.create(tmp_path, "run", config=to_dict(config), kind="rl")
+    assert run_dir.lock is not None
+    run_dir.lock.release()
+    before = (run_dir.path / rundir.CONFIG).read_text()
+    assert cli.main(["resume", str(run_dir.path), "--workers.count", "2"]) == 2
+    told = "config.json: env.target is 'my_old_task:make' but there is no module 'my_old_task'."
+    assert told in capsys.readouterr().err
+    assert (run_dir.path / rundir.CONFIG).read_text() == before
+    assert started == []
 
 
 def test_warnings_go_to_stderr(started, capsys):
