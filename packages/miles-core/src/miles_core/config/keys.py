@@ -36,7 +36,7 @@ OWN_KIND = "module:function"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One leaf of the configuration."""
+    """One setting, as the reference lists it and `--explain` describes it."""
 
     path: KeyPath
     type: Any
@@ -53,7 +53,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnionTable:
-    """A table whose `kind` says which dataclass it is."""
+    """A table whose `kind` says which dataclass it is, such as `[train.loss]`; the loader chooses by it."""
 
     path: KeyPath
     kinds: Mapping[str, type]

@@ -21,7 +21,7 @@ RECIPES = Path(str(importlib.resources.files("miles_core"))) / "recipes"
 
 @dataclass
 class Layers:
-    """The merged table, and for every key who set it last."""
+    """Files and flags laid over one another, not yet validated: one table, and for every key who set it last."""
 
     table: dict[str, Any] = field(default_factory=dict)
     sources: dict[KeyPath, str] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from .schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A configuration, and where it came from."""
+    """What `load_config` returns to a command: a checked configuration, and where it came from."""
 
     config: Config
     sources: Mapping[KeyPath, str]

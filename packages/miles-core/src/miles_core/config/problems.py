@@ -11,7 +11,7 @@ from miles_tito.errors import MilesError
 
 
 class Problem(NamedTuple):
-    """One thing to correct."""
+    """One thing that the user has to correct: a line of a `ConfigError`."""
 
     source: str
     """File or flag that set the key, empty where nobody did."""
@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(MilesError, ValueError):
-    """A configuration cannot be used; `problems` has every reason."""
+    """A configuration cannot be used; `problems` has every reason. The command prints it and exits with 2."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

@@ -49,7 +49,7 @@ _VOLATILE = ("transformers_version", "_name_or_path")
 
 
 class Changes(NamedTuple):
-    """What differs, a sentence each."""
+    """What differs between a run as it was and as it is to go on, a sentence each."""
 
     refused: list[str]
     """A run does not go on with these unless the user accepts them."""

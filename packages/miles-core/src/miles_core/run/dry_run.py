@@ -31,7 +31,7 @@ _CPU_KV_TOKENS = 32768
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What memory depends on."""
+    """The sizes of a model that memory depends on, read off its folder by the plan and by `miles doctor`."""
 
     num_parameters: int
     num_layers: int
@@ -47,7 +47,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One kind of process of the run."""
+    """One kind of process of a run, a line of the plan."""
 
     name: str
     note: str
