@@ -38,9 +38,6 @@ class Broken(Monitor):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ConnectionError("503 from my dashboard")
 
-    def __init__(self, run: MonitoredRun) -> None:
-        pass
-
 
 class NoMonitor:
     def __init__(self, run: MonitoredRun) -> None:

@@ -53,6 +53,9 @@ class Monitor(Protocol):
     and one line of the configuration: `monitor.custom = [{ name = "my_module:Loud", args = { above = 0.8 } }]`.
     """
 
+    def __init__(self, run: MonitoredRun) -> None:
+        """Made before anything of the run starts."""
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of one trained step; `monitor.names` is the catalogue. Steps never decrease but by `rewind`."""
 
