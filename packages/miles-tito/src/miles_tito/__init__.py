@@ -19,27 +19,11 @@ from .errors import (
     TokenizerError,
     WireError,
 )
-from .records import (
-    UNKNOWN_VERSION,
-    Ctx,
-    Env,
-    Episode,
-    EpisodeResult,
-    FailedAttempt,
-    FinishReason,
-    Group,
-    Message,
-    Outcome,
-    Policy,
-    Prompt,
-    Sample,
-    Sampling,
-    Trajectory,
-    TrajectoryKind,
-    VersionSpan,
-)
+from .records.episodes import Ctx, Env, Episode, EpisodeResult, FailedAttempt, Group, Outcome
+from .records.prompts import Message, Policy, Prompt, Sampling
 from .records.samples import to_samples
 from .records.summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
+from .records.trajectories import UNKNOWN_VERSION, FinishReason, Sample, Trajectory, TrajectoryKind, VersionSpan
 
 if TYPE_CHECKING:
     from .adapters.layouts import to_slime, to_trl, to_verl
@@ -53,19 +37,19 @@ if TYPE_CHECKING:
     from .verification import Report, verify
 
 _LAZY = {
-    "Finding": "tokens.template_checks",
-    "Report": "verification",
-    "SGLangEngine": "engine.sglang",
-    "Session": "sessions.session",
-    "SessionClient": "client",
-    "Tokenizer": "tokens.tokenizer",
-    "create_app": "server",
-    "load_tokenizer": "tokens.tokenizer",
-    "probe_template": "tokens.family_choice",
-    "to_slime": "adapters.layouts",
-    "to_trl": "adapters.layouts",
-    "to_verl": "adapters.layouts",
-    "verify": "verification",
+    name: module
+    for module, names in {
+        "adapters.layouts": ("to_slime", "to_trl", "to_verl"),
+        "client": ("SessionClient",),
+        "engine.sglang": ("SGLangEngine",),
+        "server": ("create_app",),
+        "sessions.session": ("Session",),
+        "tokens.family_choice": ("probe_template",),
+        "tokens.template_checks": ("Finding",),
+        "tokens.tokenizer": ("Tokenizer", "load_tokenizer"),
+        "verification": ("Report", "verify"),
+    }.items()
+    for name in names
 }
 """Names whose modules load more than records need."""
 
@@ -83,7 +67,7 @@ _MOVED = {
 
 
 class _MovedModules(MetaPathFinder):
-    """Asked last of all for a module that nobody else finds: an old name fails with the new one."""
+    """Import hook, asked last of all: a module that moved fails with its new name."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname in _MOVED:
@@ -99,50 +83,20 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "UNKNOWN_VERSION",
-    "Ctx",
-    "EngineError",
-    "Env",
-    "Episode",
-    "EpisodeResult",
-    "EpisodeSummary",
-    "FailedAttempt",
-    "Finding",
-    "FinishReason",
-    "Group",
-    "GroupRef",
+__all__ = ["UNKNOWN_VERSION", "Ctx", "Env", "Episode", "EpisodeResult", "FailedAttempt", "FinishReason", "Group"]
+__all__ += [
     "Message",
-    "MilesError",
-    "MissingDependency",
     "Outcome",
     "Policy",
     "Prompt",
-    "RecordError",
-    "Report",
-    "RequestError",
-    "SGLangEngine",
     "Sample",
-    "SampleError",
     "Sampling",
-    "Session",
-    "SessionClient",
-    "SessionError",
-    "TemplateError",
-    "Tokenizer",
-    "TokenizerError",
     "Trajectory",
     "TrajectoryKind",
-    "TrajectorySummary",
     "VersionSpan",
-    "WireError",
-    "create_app",
-    "load_tokenizer",
-    "probe_template",
-    "summarize",
-    "to_samples",
-    "to_slime",
-    "to_trl",
-    "to_verl",
-    "verify",
 ]
+__all__ += ["EpisodeSummary", "GroupRef", "TrajectorySummary", "summarize", "to_samples"]
+__all__ += ["EngineError", "MilesError", "MissingDependency", "RecordError", "RequestError", "SampleError"]
+__all__ += ["SessionError", "TemplateError", "TokenizerError", "WireError"]
+__all__ += ["Finding", "Report", "Tokenizer", "load_tokenizer", "probe_template", "verify"]
+__all__ += ["SGLangEngine", "Session", "SessionClient", "create_app", "to_slime", "to_trl", "to_verl"]

@@ -16,7 +16,10 @@ from .shared.http import Http, NoAnswer
 
 
 class SessionClient:
-    """Talks to one or more session servers; a session lives on the one that its id hashes to."""
+    """Client of session servers: a rollout worker opens a session for each episode and collects its trajectories.
+
+    A session lives on the one server that its id hashes to.
+    """
 
     def __init__(
         self,

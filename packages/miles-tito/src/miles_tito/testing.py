@@ -16,7 +16,7 @@ from .tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the engine samples for one request."""
+    """What the engine samples for one request of a test."""
 
     ids: Sequence[int]
     """Stop token included where the reply ends with one."""

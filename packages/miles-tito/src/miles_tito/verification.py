@@ -46,7 +46,7 @@ _ENDS = ("stopped", "truncated", "non-canonical")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was tried for one tokenizer, and what broke."""
+    """All findings for one tokenizer, as a table or JSON; `miles-tito verify` prints it."""
 
     tokenizer: str
     family: str
@@ -115,7 +115,7 @@ def verify(
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One request and the reply to it."""
+    """One request of a played conversation, and the reply to it."""
 
     appended: Callable[[Message | None], list[Message]]
     """From the client's copy of the reply before to the messages that come behind it."""

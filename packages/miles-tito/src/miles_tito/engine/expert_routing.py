@@ -1,4 +1,4 @@
-"""Routed experts: which experts each token went through, as small as it can be told. Usable alone.
+"""Routed experts: which experts each token of a trajectory went through, in the smallest form. Usable alone.
 
 A delta holds rows for consecutive input tokens of one trajectory. Row i belongs to input token i: what the model chose
 when it read token i to predict the next. So a call on P tokens that samples C more has rows [0, P + C - 1), the last
@@ -36,7 +36,10 @@ _TYPES = {1: np.dtype(np.uint8), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayout:
-    """Which layers of a model route tokens, and among how many experts."""
+    """Which layers of a mixture-of-experts model route tokens, and among how many experts.
+
+    Read off the model's folder when a server or a trainer starts; `SGLangEngine` needs it to read the engine's answers.
+    """
 
     num_layers: int
     """All layers; an engine reports the dense ones as well."""
@@ -86,7 +89,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedDelta:
-    """The experts of consecutive input tokens of one trajectory."""
+    """The experts that consecutive input tokens of one trajectory were routed to, as one engine call reports them."""
 
     start: int
     """The token of the first row."""
@@ -113,7 +116,7 @@ class RoutedDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """The experts of a whole trajectory."""
+    """The experts of a whole trajectory, put together from the deltas of its turns when it is handed out."""
 
     experts: np.ndarray
     """[T, L, K]; 0 in rows that are missing."""
@@ -205,7 +208,7 @@ def decode_deltas(data: bytes | memoryview) -> list[RoutedDelta]:
 def assemble(deltas: Sequence[RoutedDelta], num_tokens: int) -> RoutedExperts | None:
     """The rows of a trajectory of `num_tokens`; None without a single row.
 
-    The first delta that tells a row wins: what was sampled went through those experts, not through the ones that new
+    The first delta that holds a row wins: what was sampled went through those experts, not through the ones that new
     weights chose when the engine read it again.
 
     Raises:

@@ -33,7 +33,7 @@ MAX_EMPTY_ABORTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Tokens in."""
+    """One model call as the engine gets it: token ids in. A session makes one for each turn."""
 
     rid: str
     """Names this call at the engine; a retry keeps it, so that it can never run twice."""
@@ -55,7 +55,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Tokens out: all of a call, or the next piece of one."""
+    """Tokens that an engine sampled: all of a call, or the next piece of one."""
 
     output_ids: np.ndarray
     """[C] int32, the sampled stop token included."""
@@ -156,7 +156,7 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
     done: list[np.ndarray] = []
     left = request.max_new_tokens
     routed = request.routed_from
-    trouble = _Trouble(request.rid)
+    retries = _Retries(request.rid)
     while True:
         ids = np.concatenate([request.input_ids, *done]) if done else request.input_ids
         current = replace(request, input_ids=ids, max_new_tokens=left, routed_from=routed)
@@ -179,23 +179,23 @@ async def run_turn(engine: Engine, request: GenerateRequest, *, stream: bool) ->
         except EngineError as caught:
             error = caught
         if left < before:
-            trouble.is_over()
+            retries.is_over()
         if error is not None:
-            trouble.failed(error)
+            retries.failed(error)
             await engine.abort(request.rid)  # a lost call may still run, and two under one id are refused
         elif left == before:
-            trouble.aborted()
+            retries.aborted()
         if left <= 0:
             yield Generation(
                 output_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason=FinishReason.LENGTH
             )
             return
-        if trouble.wait_s:
-            await asyncio.sleep(trouble.wait_s)
+        if retries.wait_s:
+            await asyncio.sleep(retries.wait_s)
 
 
-class _Trouble:
-    """What went wrong with one turn since its last token, and when it is enough."""
+class _Retries:
+    """Failed sendings and empty aborts of one turn since its last token: how long to wait, and when to give up."""
 
     def __init__(self, rid: str) -> None:
         self._rid = rid

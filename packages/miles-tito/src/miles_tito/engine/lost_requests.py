@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHECKS = 3
-"""Countings in a row with too few requests, before any is probed: a request under way is in nobody's count."""
+"""Countings in a row with too few requests, before any is probed: a request on its way is in no count."""
 MAX_PROBES = 8
 """Requests probed at once; each costs the one that is alive a new prefill."""
 
 
 @runtime_checkable
 class CountingEngine(Engine, Protocol):
-    """An engine that says how many requests it knows of."""
+    """An engine that says how many requests it knows of, as `SGLangEngine` does."""
 
     async def num_known(self) -> int | None:
         """Requests that run or wait; None while that says nothing."""
@@ -40,14 +40,17 @@ class CountingEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchCounts:
-    """What became of suspicions, since the start."""
+    """How often a silent request was probed, and how often it was lost, since the start."""
 
     probed: int
     swallowed: int
 
 
 class WatchedEngine:
-    """An engine whose swallowed requests raise `RequestSwallowed` within seconds instead of hanging."""
+    """An engine whose lost requests raise `RequestSwallowed` within seconds instead of hanging.
+
+    Session servers put one around each `SGLangEngine`.
+    """
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class WatchedEngine:
 
 
 class _Call:
-    """One request that is waited for."""
+    """One request without an answer yet."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request

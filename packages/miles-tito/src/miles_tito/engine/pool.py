@@ -13,7 +13,7 @@ from .generation import Engine, GenerateRequest, Generation
 
 
 class EnginePool:
-    """Implements `miles_tito.engine.generation.Engine`."""
+    """Several engines as one `Engine`, for `miles-tito serve` without a router."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:

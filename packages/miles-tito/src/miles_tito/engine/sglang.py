@@ -26,6 +26,8 @@ _ROUTER_LACKS_ENGINE = ("call_upstream_request_error", "call_upstream_connection
 
 
 class _Load(msgspec.Struct):
+    """What one data-parallel rank is doing."""
+
     num_running_reqs: int
     num_waiting_reqs: int
 
@@ -37,7 +39,10 @@ class _Loads(msgspec.Struct):
 
 
 class SGLangEngine:
-    """One SGLang server, or a router in front of several."""
+    """Client of one SGLang server, or of a router in front of several; implements `Engine`.
+
+    A session server sends every turn through it.
+    """
 
     def __init__(
         self,
@@ -225,7 +230,7 @@ async def _events(content: Any) -> AsyncGenerator[bytes, None]:
 
 
 class _Progress:
-    """Reads answers that repeat what came before (streams do by default) or do not."""
+    """Turns the answers of one call into what is new in each: streams repeat what came before, whole answers do not."""
 
     def __init__(self, request: GenerateRequest, experts: ExpertLayout | None) -> None:
         self._request = request

@@ -4,23 +4,6 @@ from .episodes import Ctx, Env, Episode, EpisodeResult, FailedAttempt, Group, Ou
 from .prompts import Message, Policy, Prompt, Sampling
 from .trajectories import UNKNOWN_VERSION, FinishReason, Sample, Trajectory, TrajectoryKind, VersionSpan
 
-__all__ = [
-    "UNKNOWN_VERSION",
-    "Ctx",
-    "Env",
-    "Episode",
-    "EpisodeResult",
-    "FailedAttempt",
-    "FinishReason",
-    "Group",
-    "Message",
-    "Outcome",
-    "Policy",
-    "Prompt",
-    "Sample",
-    "Sampling",
-    "Trajectory",
-    "TrajectoryKind",
-    "VersionSpan",
-    "check_reward",
-]
+__all__ = ["UNKNOWN_VERSION", "FinishReason", "Sample", "Trajectory", "TrajectoryKind", "VersionSpan"]
+__all__ += ["Ctx", "Env", "Episode", "EpisodeResult", "FailedAttempt", "Group", "Outcome", "check_reward"]
+__all__ += ["Message", "Policy", "Prompt", "Sampling"]

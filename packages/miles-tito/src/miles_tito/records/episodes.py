@@ -103,7 +103,7 @@ class Episode:
     seconds: float = 0.0
     """Wall time of the execution, set-up and grading included."""
     finished_at: float | None = None
-    """Seconds since 1970; None where nobody looked at the clock."""
+    """Seconds since 1970; None where it was not measured."""
     failed_attempts: tuple[FailedAttempt, ...] = ()
     """Those before this one, `attempt`."""
 

@@ -11,6 +11,8 @@ from . import UNKNOWN_VERSION, Episode, FailedAttempt, Group, Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary:
+    """Lengths and weight versions of one trajectory."""
+
     id: str
     num_tokens: int
     num_loss_tokens: int
@@ -23,6 +25,8 @@ class TrajectorySummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSummary:
+    """Outcome, reward and trajectories of one episode, without arrays; filters, policies and the ledger read it."""
+
     id: str
     outcome: Outcome
     reward: float | None

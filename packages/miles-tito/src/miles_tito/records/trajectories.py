@@ -35,7 +35,7 @@ class VersionSpan:
 
 
 class TrajectoryKind(StrEnum):
-    """Why a trajectory exists beside its siblings in a session."""
+    """Why a trajectory exists beside its siblings in a session: the main conversation, or a way off it."""
 
     MAIN = "main"
     FORK = "fork"
@@ -46,7 +46,7 @@ class TrajectoryKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why the last turn stopped."""
+    """Why sampling stopped at the end of the last turn."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -120,7 +120,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trajectory ready for training. Build it with `miles_tito.to_samples`."""
+    """One trajectory ready for training; `miles_tito.to_samples` builds it once its advantage is known."""
 
     id: str
     episode_id: str

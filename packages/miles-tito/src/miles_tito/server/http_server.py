@@ -1,4 +1,4 @@
-"""A session application on a socket, until it is told to stop."""
+"""Serves a session application on a socket with uvicorn, until it is stopped."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that says when it is up and what became of the turns under way at its end, and leaves signals alone."""
+    """uvicorn that reports when it is up and what became of running turns at its end, and may leave signals alone."""
 
     def __init__(self, config: uvicorn.Config, *, ready: Callable[[], None], signals: bool) -> None:
         super().__init__(config)

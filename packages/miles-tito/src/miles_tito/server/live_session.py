@@ -146,7 +146,7 @@ class RunningTurn:
             raise RequestError(self._closed_because, status=410, code="session_closed") from None
 
     async def close(self, why: str) -> None:
-        """Give the turn up and tell those who wait."""
+        """Abort the turn; those who wait for it get `why` as an error."""
         self._closed_because = why
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -201,7 +201,7 @@ class RunningTurn:
 
 
 class LiveSession:
-    """A session that a client holds a key for."""
+    """An open session: its key, deadline and running turns. `SessionService` opens it, the routes of agents use it."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _HELP = {
 
 
 class Metrics:
-    """Counts; the server adds what it holds when it is asked."""
+    """Counters of one server; `GET /metrics` adds what the server holds and writes them out."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)

@@ -63,7 +63,7 @@ class SamplesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRoutes:
-    """Raise Miles' errors; the application answers them."""
+    """Endpoints below `/sessions`. They raise errors of Miles, which the application turns into answers."""
 
     service: SessionService
 

@@ -199,7 +199,7 @@ class SessionService:
 
 
 class SessionStore:
-    """Holds sessions, closes those past their deadline, forgets those that nobody used for long."""
+    """All open sessions by id and by key; once a second it ends those past their deadline and forgets unused ones."""
 
     def __init__(self, *, idle_timeout_s: float) -> None:
         self._idle_timeout_s = idle_timeout_s

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class TurnAnswer:
-    """Sends the answer to one request as an ASGI application."""
+    """The answer to one request as an ASGI application, whole or in events; given up when the client leaves."""
 
     def __init__(
         self,

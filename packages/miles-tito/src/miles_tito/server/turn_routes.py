@@ -20,7 +20,7 @@ from .turn_answers import TurnAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRoutes:
-    """Raise Miles' errors; the application answers them."""
+    """Endpoints of agents. They raise errors of Miles, which the application turns into answers."""
 
     service: SessionService
 

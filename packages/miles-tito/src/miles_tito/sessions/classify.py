@@ -48,7 +48,7 @@ _MIN_SUMMARY = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a new turn is, and which earlier one explains it."""
+    """What a new turn is, and which earlier turn explains it; `Session.begin` records it."""
 
     kind: NodeKind
     origin: int | None = None

@@ -19,7 +19,7 @@ _PURPOSES = ("subagent", "compaction", "title")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """Who sends a request, and what for."""
+    """What the headers of a request say: who sends it, and what for."""
 
     agent: str | None = None
     """Name of the sub-agent that sends it, None for the main agent. Agents share no turns."""

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
-    """What a session was opened with."""
+    """Record: what a session was opened with."""
 
     schema: int = SCHEMA_VERSION
     session_id: str
@@ -58,7 +58,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, tag="begun", frozen=True, kw_only=True):
-    """A turn was sent to the engine."""
+    """Record: a turn was sent to the engine."""
 
     node_id: int
     rid: str
@@ -66,7 +66,7 @@ class Begun(msgspec.Struct, tag="begun", frozen=True, kw_only=True):
 
 
 class Recorded(msgspec.Struct, tag="recorded", frozen=True, kw_only=True):
-    """A turn was recorded."""
+    """Record: a turn was recorded, with all its ids."""
 
     parent_id: int | None
     fields: dict[str, Any]
@@ -74,13 +74,13 @@ class Recorded(msgspec.Struct, tag="recorded", frozen=True, kw_only=True):
 
 
 class GivenUp(msgspec.Struct, tag="given_up", frozen=True, kw_only=True):
-    """A turn ended without a record."""
+    """Record: a turn ended without being recorded."""
 
     node_id: int
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True, kw_only=True):
-    """The client got the whole answer of a turn."""
+    """Record: the client got the whole answer of a turn."""
 
     node_id: int
 
@@ -90,7 +90,7 @@ Body = Opened | Begun | Recorded | GivenUp | Delivered
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Saved:
-    """A session as its journal tells it."""
+    """A session as its journal restores it."""
 
     journal: Journal
     opened: Opened
@@ -104,7 +104,7 @@ class Saved:
 
 
 class Journal:
-    """Writes one session's file."""
+    """Writes the file of one session; `LiveSession` calls it at every step of a turn."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,7 +149,7 @@ class Journal:
 
 
 class StateDir:
-    """The journals of one server."""
+    """The folder with the journals of one server, which it alone may use."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -41,7 +41,7 @@ _TRAJECTORY_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request that was checked and matched, and changed nothing yet."""
+    """A request matched against what the session recorded; nothing is changed yet."""
 
     messages: tuple[Message, ...]
     setting: Setting
@@ -56,7 +56,7 @@ class Plan:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
-    """A running turn: the request for the engine, and what reads its answer."""
+    """A running model call: the request for the engine, and what reads its answer."""
 
     node: Node
     request: GenerateRequest
@@ -67,7 +67,10 @@ class Turn:
 
 
 class Session:
-    """Records turns as a tree of exact ids. No I/O; one thread at a time, `encode` excepted."""
+    """One conversation, or several, of one episode: messages in, exact token ids recorded as a tree of turns.
+
+    A session server holds one for each episode. No I/O; one thread at a time, `encode` excepted.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from miles_tito.tokens.messages import message_key, reasoning_agrees
 
 
 class NodeKind(StrEnum):
-    """Why a turn stands where it does; see `classify`."""
+    """Why a turn stands where it does in the tree; see `classify`."""
 
     ROOT = "root"
     TURN = "turn"
@@ -106,13 +106,13 @@ class Node:
 
     @property
     def label(self) -> NodeKind:
-        """A turn whose request was sent again and whose reply nobody went on from was a retry."""
+        """What the turn turned out to be: a retry, where its request was sent again and its reply was not continued."""
         return NodeKind.RETRY if self.superseded_by is not None and not self.is_used else self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where a request's history leaves what was recorded."""
+    """How much of a request's history the session has recorded."""
 
     node: Node | None
     """The deepest turn whose whole history the request repeats, None where there is none."""
@@ -123,7 +123,7 @@ class Match:
 
 
 class Tree:
-    """Turns by content."""
+    """The turns of one session, found by the messages that lead to them."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -235,7 +235,7 @@ class Tree:
         (node.parent.children if node.parent else self.roots).remove(node)
 
     def _relate(self, node: Node) -> None:
-        """Tell the turns that `node` was begun for."""
+        """Mark the turns that `node` repeats, or that it was called from."""
         if node.origin is not None:
             self._by_id[node.origin].is_carried = True
         if node.repeats is not None:

@@ -55,7 +55,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picked:
-    """Paths to hand out. Holds what a thread needs to build them while the session goes on."""
+    """Paths of the tree that become trajectories, chosen at one moment, so that a thread can build them later."""
 
     paths: tuple[tuple[Node, ...], ...]
     labels: tuple[NodeKind, ...]

@@ -45,7 +45,7 @@ class NoAnswer(MilesError, ConnectionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A whole answer, whatever its status."""
+    """A whole answer of an HTTP server, whatever its status."""
 
     status: int
     body: bytes
@@ -68,7 +68,7 @@ class Answer:
 
 
 class Http:
-    """One pool of connections, made on first use, since it belongs to the event loop that is running then."""
+    """A pool of connections for asynchronous callers, opened on first use, in the event loop then running."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Http:
 def call_once(
     method: str, url: str, *, timeout_s: float, json: Any = None, headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """One call by somebody who has no event loop and calls seldom: it takes a connection and a loop of its own.
+    """One call by a caller without an event loop, which opens a connection and a loop of its own for it.
 
     Raises:
         NoAnswer: none came within `timeout_s`.

@@ -12,7 +12,7 @@ from typing import Self
 class FileLock:
     """A lock on a file, for as long as this object and its process live.
 
-    The kernel lets go of it when the process dies, `kill -9` included, so none is ever stale. What the file holds is
+    The kernel releases it when the process dies, `kill -9` included, so none is ever stale. What the file holds is
     its owner's to write.
     """
 

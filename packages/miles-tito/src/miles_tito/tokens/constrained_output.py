@@ -22,7 +22,7 @@ _LINE_BREAKS = {"type": "regex", "pattern": "\\n{0,2}"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a request forces; a schema, or calls."""
+    """What the reply to a request is forced to be: JSON of a schema, or tool calls."""
 
     param: str
     """The field of the request that asked for it."""

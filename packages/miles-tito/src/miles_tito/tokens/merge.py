@@ -44,7 +44,7 @@ _USER: Message = {"role": "user", "content": "q"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What stays the same for all turns of one conversation and is not a message."""
+    """Tools, template variables and date of a conversation: what is in its prompt and is no message."""
 
     tools: Tools = ()
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -54,7 +54,10 @@ class Setting:
 
 
 class Joiner:
-    """Prompt ids of one tokenizer and family."""
+    """Builds prompt ids for one tokenizer and family: a whole conversation, or new messages behind stored ids.
+
+    Sessions call it before every turn, `supervised_trajectory` for demonstrations.
+    """
 
     def __init__(self, tokenizer: Tokenizer, family: Family, *, count_images: ImageCounter | None = None) -> None:
         """`count_images`: by default as the image processor in the tokenizer's folder does."""

@@ -16,7 +16,10 @@ from .tokenizer import Tokenizer
 
 
 class TurnReader:
-    """Reads one turn; the pieces of all calls add up to `message`."""
+    """Reads the sampled ids of one turn as they come: text, reasoning and tool calls for the client.
+
+    The pieces of all calls add up to `message`.
+    """
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one case showed."""
+    """The result of one case that was tried on a template."""
 
     case: str
     level: Level

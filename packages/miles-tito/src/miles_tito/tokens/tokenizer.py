@@ -280,7 +280,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Ids in, text out as soon as its bytes are complete; the pieces join to what `Tokenizer.decode` gives."""
+    """Decodes ids as they come; its pieces join to what `Tokenizer.decode` gives for all of them."""
 
     def __init__(self, tokenizer: Tokenizer, keep: frozenset[int]) -> None:
         self._tokenizer = tokenizer

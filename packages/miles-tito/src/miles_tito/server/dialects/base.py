@@ -17,7 +17,7 @@ from miles_tito.tokens.messages import call_prefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request that can be served exactly."""
+    """A request for one model call, read from any dialect; `LiveSession.start` serves it."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
@@ -31,7 +31,7 @@ class TurnRequest:
     form: Form | None = None
     """What the reply must look like, where the request forces it."""
     wants_logprobs: bool = False
-    """Whether the answer tells each sampled token's."""
+    """Whether the answer holds the log-probability of each sampled token."""
     pinned: tuple[str, ...] = ()
     """Fields that asked for something else than the session serves."""
     left_out: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """One token of a reply."""
+    """One token of a reply with its log-probability, for requests that ask for them."""
 
     text: str
     data: bytes
@@ -59,7 +59,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a turn ended."""
+    """How a turn ended, for the last part of its answer."""
 
     finish: FinishReason
     stop_string: str | None
@@ -69,7 +69,7 @@ class Ending:
 
 
 class AnswerWriter(Protocol):
-    """Writes one answer, whole or in server-sent events."""
+    """Writes one answer in its dialect, whole or in server-sent events; `turn_answers` calls it."""
 
     def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
         """Name the answer; comes before everything else."""

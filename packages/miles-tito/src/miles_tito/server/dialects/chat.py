@@ -38,6 +38,8 @@ _MESSAGES = {
 
 
 class ChatFunction(msgspec.Struct):
+    """The function of a `ChatTool`."""
+
     name: str
     description: Any = None
     parameters: dict[str, Any] = {}
@@ -102,7 +104,7 @@ class ChatRequest(fields.AgentRequest, kw_only=True):
 
 
 class ChatWriter:
-    """Writes `chat.completion` objects; see `AnswerWriter`."""
+    """Writes `chat.completion` objects; implements `AnswerWriter`."""
 
     def __init__(self, *, include_usage: bool) -> None:
         self._include_usage = include_usage

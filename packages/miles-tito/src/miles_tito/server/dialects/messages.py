@@ -32,7 +32,7 @@ _ERROR_TYPES = {
 
 
 class MessagesWriter:
-    """Writes `message` objects; see `AnswerWriter`."""
+    """Writes Anthropic `message` objects; implements `AnswerWriter`."""
 
     def __init__(self) -> None:
         self._index = -1

@@ -20,7 +20,7 @@ from .base import PING, Ending, TokenUsage, call_id, event
 
 
 class ToolNames:
-    """Functions inside namespaces, under the one name that the model sees."""
+    """The functions of a request, those inside namespaces too, under the one name each that the model sees."""
 
     def __init__(self) -> None:
         self._split: dict[str, tuple[str | None, str]] = {}
@@ -45,7 +45,7 @@ class ToolNames:
 
 
 class ResponsesWriter:
-    """Writes `response` objects; see `AnswerWriter`."""
+    """Writes `response` objects; implements `AnswerWriter`."""
 
     def __init__(self, names: ToolNames) -> None:
         self._names = names

@@ -135,7 +135,7 @@ RESPONSES = Dialect(read=read_request, error=openai_error)
 
 
 def _functions(tool: ResponsesTool, names: ToolNames) -> list[dict[str, Any]]:
-    """As OpenAI functions, under the names that the model sees; none of what a model cannot be told of."""
+    """As OpenAI functions, under the names that the model sees; none for what only the client's service runs."""
     if tool.type not in ("function", "namespace"):
         return []
     if tool.name is None:

@@ -14,7 +14,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One complete, well-formed call."""
+    """One complete, well-formed tool call that a model wrote."""
 
     name: str
     arguments: dict[str, Any]

@@ -117,6 +117,12 @@ def json_value(text: str) -> Any:
         return None
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that JSON text is, None where it is none."""
+    value = json_value(text)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
 def _named(value: Any, key: str, *, optional: Sequence[str] = ()) -> ToolCall | None:
     if not isinstance(value, dict):
         return None
@@ -131,10 +137,10 @@ def _named(value: Any, key: str, *, optional: Sequence[str] = ()) -> ToolCall | 
 def _compact(text: str) -> ToolCall | None:
     name, mark, arguments = text.partition("[ARGS]")
     name, _, native = name.partition("[CALL_ID]")
-    value = json_value(arguments)
-    if not mark or not name.strip() or not isinstance(value, dict):
-        return None
-    return ToolCall(name.strip(), cast("dict[str, Any]", value), native.strip() or None)
+    value = json_object(arguments)
+    return (
+        ToolCall(name.strip(), value, native.strip() or None) if mark and name.strip() and value is not None else None
+    )
 
 
 def _all(calls: Sequence[ToolCall | None]) -> Calls:
@@ -153,9 +159,9 @@ def _blocks(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str]] | None
 
 
 def _dsml_call(name: str, body: str) -> ToolCall | None:
-    direct = json_value(body)
-    if isinstance(direct, dict):
-        return ToolCall(name, cast("dict[str, Any]", direct))
+    direct = json_object(body)
+    if direct is not None:
+        return ToolCall(name, direct)
     parameters = _blocks(body, _DSML_PARAMETER) if body.strip() else []
     arguments: dict[str, Any] = {}
     for attributes, value in parameters or []:
@@ -168,17 +174,15 @@ def _dsml_call(name: str, body: str) -> ToolCall | None:
 
 
 def _kimi_call(native: str, body: str) -> ToolCall | None:
-    name, arguments = _KIMI_ID.fullmatch(native), json_value(body)
-    if name is None or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name[1], cast("dict[str, Any]", arguments), native)
+    name, arguments = _KIMI_ID.fullmatch(native), json_object(body)
+    return None if name is None or arguments is None else ToolCall(name[1], arguments, native)
 
 
 def _deepseek_call(head: str, body: str) -> ToolCall | None:
     fenced = _FENCED.fullmatch(body) if head == "function" else None
     name, text = (fenced[1], fenced[2]) if fenced else (head.strip(), body)
-    arguments = json_value(text)
-    return ToolCall(name, cast("dict[str, Any]", arguments)) if name and isinstance(arguments, dict) else None
+    arguments = json_object(text)
+    return ToolCall(name, arguments) if name and arguments is not None else None
 
 
 def _xml_block(

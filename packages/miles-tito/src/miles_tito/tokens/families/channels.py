@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from .base import Family, ToolCall
-from .calls import json_value
+from .calls import json_object
 from .parser import Piece, PieceParser, TextPiece, begun_mark
 
 Kind = Literal["reasoning", "content", "call"]
@@ -24,7 +24,7 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelGrammar:
-    """The marks of one family's messages."""
+    """The marks between the messages of a turn, and how the header of one is read."""
 
     opens: tuple[str, ...]
     """What ends a header and begins the body."""
@@ -119,8 +119,8 @@ def _harmony_kind(header: str, mark: str) -> tuple[Kind, str]:
 
 
 def _harmony_call(name: str, body: str) -> ToolCall | None:
-    value = json_value(body)
-    return ToolCall(name, cast("dict[str, Any]", value)) if isinstance(value, dict) else None
+    arguments = json_object(body)
+    return None if arguments is None else ToolCall(name, arguments)
 
 
 def _inkling_kind(header: str, mark: str) -> tuple[Kind, str]:
@@ -129,10 +129,7 @@ def _inkling_kind(header: str, mark: str) -> tuple[Kind, str]:
 
 
 def _inkling_call(name: str, body: str) -> ToolCall | None:
-    value = json_value(body)
-    if not isinstance(value, dict):
-        return None
-    call = cast("dict[str, Any]", value)
+    call = json_object(body) or {}
     named, arguments = call.get("name"), call.get("args", {})
     if not isinstance(named, str) or not named or not isinstance(arguments, dict):
         return None

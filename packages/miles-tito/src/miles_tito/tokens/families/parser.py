@@ -22,7 +22,7 @@ __all__ = ["Piece", "PieceParser", "TextPiece", "ToolCall", "TurnParser"]
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """More of the reasoning or of the content."""
+    """A further piece of the reasoning or of the content of a reply."""
 
     kind: Literal["reasoning", "content"]
     text: str
