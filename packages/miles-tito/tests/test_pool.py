@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from miles_tito import EngineError, Sampling, SessionClient, Tokenizer, create_app
-from miles_tito.engine.pool import EnginePool
+from miles_tito.engine.generation import EnginePool
 from miles_tito.testing import ScriptedEngine
 
 

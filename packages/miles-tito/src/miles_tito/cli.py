@@ -115,8 +115,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 async def _serve(args: argparse.Namespace) -> None:
     from .engine.expert_routing import ExpertLayout
+    from .engine.generation import EnginePool
     from .engine.lost_requests import WatchedEngine
-    from .engine.pool import EnginePool
     from .engine.sglang import SGLangEngine
     from .errors import RecordError
     from .records import Sampling

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class WatchedEngine:
         try:
             return await call.unless_lost(self._engine.generate(request))
         finally:
-            self._end(call)
+            self._calls.discard(call)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Generation, None]:
         call = self._begin(request)
@@ -95,7 +96,7 @@ class WatchedEngine:
                     call.heard()
                     yield piece
         finally:
-            self._end(call)
+            self._calls.discard(call)
 
     async def abort(self, rid: str) -> None:
         await self._engine.abort(rid)
@@ -121,9 +122,6 @@ class WatchedEngine:
             self._watching = asyncio.create_task(self._watch(), name=f"watch the requests to {self._engine}")
         return call
 
-    def _end(self, call: _Call) -> None:
-        self._calls.discard(call)
-
     async def _watch(self) -> None:
         """Count until nothing is waited for."""
         too_few = 0
@@ -137,7 +135,8 @@ class WatchedEngine:
             too_few = too_few + 1 if known < len(self._calls) else 0
             silent = [call for call in self._calls if _now() - max(call.last_heard, settled) >= self._patience_s]
             if too_few >= CHECKS:
-                suspects = [call for call in silent if _now() - self._last_cleared(call) >= self._probe_anyway_s / 5]
+                since = _now() - self._probe_anyway_s / 5
+                suspects = [call for call in silent if self._cleared.get(call.request.rid, -math.inf) <= since]
             else:
                 suspects = [call for call in silent if _now() - call.last_heard >= self._probe_anyway_s]
             if suspects:
@@ -146,16 +145,13 @@ class WatchedEngine:
                 too_few = 0
         self._cleared.clear()
 
-    def _last_cleared(self, call: _Call) -> float:
-        return self._cleared.get(call.request.rid, float("-inf"))
-
     async def _probe(self, call: _Call) -> None:
         """Abort one request; what does not answer to that was swallowed."""
         request = call.request
         self._probed += 1
-        call.listen()
+        call.has_answered.clear()
         await self._engine.abort(request.rid)
-        if await call.is_heard_within(self._answer_s):
+        if await call.answers_within(self._answer_s):
             self._cleared[request.rid] = _now()
             return
         self._swallowed += 1
@@ -175,11 +171,11 @@ class _Call:
         self.request = request
         self.began = self.last_heard = _now()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._heard = asyncio.Event()
+        self.has_answered = asyncio.Event()
 
     def heard(self) -> None:
         self.last_heard = _now()
-        self._heard.set()
+        self.has_answered.set()
 
     def lose(self, error: RequestSwallowed) -> None:
         if not self._lost.done():
@@ -196,20 +192,16 @@ class _Call:
             return await task
         finally:
             if task.done():
-                self._heard.set()
+                self.has_answered.set()
             else:
                 task.cancel()
                 await asyncio.wait([task])
 
-    def listen(self) -> None:
-        """Forget what was heard so far."""
-        self._heard.clear()
-
-    async def is_heard_within(self, seconds: float) -> bool:
-        """Whether anything is heard of it in time, since `listen`."""
+    async def answers_within(self, seconds: float) -> bool:
+        """Whether anything is heard of it in time, since `has_answered` was cleared."""
         try:
             async with asyncio.timeout(seconds):
-                await self._heard.wait()
+                await self.has_answered.wait()
         except TimeoutError:
             return False
         return True

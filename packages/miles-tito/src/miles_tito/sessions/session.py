@@ -307,37 +307,25 @@ class Session:
         }
 
     def _trajectory(self, nodes: Sequence[Node], trained: set[int], label: NodeKind, name: str) -> Trajectory:
-        leaf = nodes[-1]
         tokens = np.concatenate(_ids(nodes))
+        loss_mask, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
         routed = assemble([delta for node in nodes for delta in decode_deltas(node.routed)], len(tokens))
         spans: list[VersionSpan] = []
         images: list[dict[str, Any]] = []
-        start = 0
+        end = 0
         for node in nodes:
-            images += [{**image, "start": image["start"] + start} for image in node.images]
-            start += len(node.prompt_ids)
+            images += [{**image, "start": image["start"] + end} for image in node.images]
+            start = end + len(node.prompt_ids)
+            end = start + len(node.completion_ids)
             spans += [VersionSpan(start=s.start + start, end=s.end + start, version=s.version) for s in node.versions]
-            start += len(node.completion_ids)
+            if not node.form:
+                logprobs[start:end] = node.logprobs
+                loss_mask[start:end] = node.id not in trained
         return Trajectory(
             id=f"{self.id}:{name}",
             tokens=tokens,
-            loss_mask=np.concatenate(
-                [
-                    part
-                    for n in nodes
-                    for part in (
-                        np.zeros(len(n.prompt_ids), bool),
-                        np.full(len(n.completion_ids), n.id not in trained and not n.form),
-                    )
-                ]
-            ),
-            logprobs=np.concatenate(
-                [
-                    part
-                    for n in nodes
-                    for part in (np.zeros(len(n.prompt_ids), np.float32), n.logprobs * (0 if n.form else 1))
-                ]
-            ),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
             versions=tuple(spans),
             parent_id=self._parent_id(nodes),
             kind=_TRAJECTORY_KINDS[label],
@@ -347,7 +335,7 @@ class Session:
             routed_mask=routed.mask if routed else None,
             routed_layers=routed.layers if routed else (),
             multimodal={"images": images} if images else None,
-            finish_reason=leaf.finish_reason or FinishReason.ABORT,
+            finish_reason=nodes[-1].finish_reason or FinishReason.ABORT,
             metadata={**self.metadata, "num_turns": len(nodes)},
         )
 
