@@ -61,7 +61,7 @@ def test_rows_see_themselves_only_and_gradients_of_shared_prefixes_add_up(window
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_variable_length_kernel_is_given_whole_rows(window, monkeypatch):
     """The kernel runs on GPUs only; here a loop stands in for it."""
-    from miles_train.backends.fsdp import attention
+    from miles_train.step import attention
     from torch.nn.attention import varlen
 
     def loop(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -82,8 +82,8 @@ def test_the_variable_length_kernel_is_given_whole_rows(window, monkeypatch):
     rows = packed()
     q, k, v = (x[0].transpose(0, 1) for x in qkv(rows))
     torch.testing.assert_close(
-        attention._varlen(q, k, v, rows, scaling=0.3, window=window),
-        attention._bucketed(q, k, v, rows, scaling=0.3, window=window),
+        attention.varlen(q, k, v, rows, scaling=0.3, window=window),
+        attention.bucketed(q, k, v, rows, scaling=0.3, window=window),
     )
 
 

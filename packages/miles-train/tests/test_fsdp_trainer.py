@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from miles_tito import Sample
 from miles_train import (
+    Batch,
     BatchError,
     ConfigError,
     FSDPConfig,
@@ -26,7 +29,17 @@ from miles_train import (
     sft_sample,
 )
 from miles_train.fsdp import FSDPTrainer
-from miles_train.losses import LossInputs, TokenLoss, policy_loss
+from miles_train.losses import (
+    AnyLoss,
+    CustomLoss,
+    LossFn,
+    LossInputs,
+    LossSettings,
+    TokenLoss,
+    kl_estimate,
+    needs,
+    policy_loss,
+)
 from transformers import AutoModelForCausalLM
 
 SGD_LIKE = OptimizerConfig(lr=1e-2, max_grad_norm=None)
@@ -37,8 +50,8 @@ def config(**changes: object) -> TrainConfig:
     return TrainConfig(**(known | changes))  # pyright: ignore[reportArgumentType]
 
 
-def ready(path: Path, settings: TrainConfig, **options: object) -> FSDPTrainer:
-    trainer = FSDPTrainer(path, **options)  # pyright: ignore[reportArgumentType]
+def ready(path: Path, settings: TrainConfig) -> FSDPTrainer:
+    trainer = FSDPTrainer(path)
     trainer.setup(settings)
     return trainer
 
@@ -47,9 +60,12 @@ def weights(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
     return {shard.name: shard.tensor.clone() for shard in trainer.shards()}
 
 
-def gradient(path: Path, samples: list[Sample], settings: TrainConfig, **options: object) -> dict[str, torch.Tensor]:
+def gradient(path: Path, samples: list[Sample], settings: TrainConfig) -> dict[str, torch.Tensor]:
     """The gradient that the optimizer would see."""
-    trainer = ready(path, settings, **options)
+    return gradient_of(ready(path, settings), batches_of(samples, settings))
+
+
+def gradient_of(trainer: FSDPTrainer, batches: list[Batch]) -> dict[str, torch.Tensor]:
     state = trainer._ready()
     caught: dict[str, torch.Tensor] = {}
 
@@ -58,7 +74,7 @@ def gradient(path: Path, samples: list[Sample], settings: TrainConfig, **options
         return {}
 
     state.optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
-    trainer.train(batches_of(samples, settings))
+    trainer.train(batches)
     return caught
 
 
@@ -170,12 +186,16 @@ def built_in_copied(inputs: LossInputs) -> TokenLoss:
 
 def test_the_built_in_loss_copied_as_a_custom_one_gives_the_same_gradient(qwen3, samples):
     """Fault A07."""
-    copied = gradient(qwen3, samples, config(), loss=built_in_copied)
+    copied = gradient(qwen3, samples, config(loss=LossConfig(kind=f"{__name__}:built_in_copied")))
     assert_same(copied, gradient(qwen3, samples, config()), rtol=0, atol=0)
 
 
+def averaged(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.logprobs.mean())
+
+
 def test_a_custom_loss_that_averages_by_itself_is_refused(qwen3, samples):
-    trainer = ready(qwen3, config(), loss=lambda inputs: TokenLoss(inputs.logprobs.mean()))
+    trainer = ready(qwen3, config(loss=LossConfig(kind=f"{__name__}:averaged")))
     with pytest.raises(BatchError, match="one unweighted loss for each"):
         trainer.train(batches_of(samples, config()))
 
@@ -187,13 +207,14 @@ def test_a_nan_at_a_masked_position_changes_nothing(qwen3, sample):
     assert_same(gradient(qwen3, [noisy], config()), gradient(qwen3, [clean], config()), rtol=0, atol=0)
 
 
-def test_a_nan_at_a_trained_position_stops_before_the_step_and_names_the_sample(qwen3, samples):
-    def broken(inputs: LossInputs) -> TokenLoss:
-        loss = -inputs.logprobs * inputs.advantages
-        return TokenLoss(torch.where(inputs.rows == 1, loss * float("nan"), loss))
+def broken(inputs: LossInputs) -> TokenLoss:
+    loss = -inputs.logprobs * inputs.advantages
+    return TokenLoss(torch.where(inputs.rows == 1, loss * float("nan"), loss))
 
-    settings = config(token_budget=128)
-    trainer = ready(qwen3, settings, loss=broken)
+
+def test_a_nan_at_a_trained_position_stops_before_the_step_and_names_the_sample(qwen3, samples):
+    settings = config(token_budget=128, loss=LossConfig(kind=f"{__name__}:broken"))
+    trainer = ready(qwen3, settings)
     before = weights(trainer)
     with pytest.raises(NumericsError, match=r"loss of sample b, position 3 is nan \(28 of \d+ tokens"):
         trainer.train(batches_of(samples, settings))
@@ -206,12 +227,13 @@ def exploding(inputs: LossInputs) -> TokenLoss:
 
 
 def test_a_gradient_that_is_not_finite_stops_or_is_skipped_and_counted(qwen3, samples):
-    trainer = ready(qwen3, config(), loss=exploding)
+    own = LossConfig(kind=f"{__name__}:exploding")
+    trainer = ready(qwen3, config(loss=own))
     with pytest.raises(NumericsError, match=r"gradient norm of optimizer step 1 is (inf|nan)"):
         trainer.train(batches_of(samples, config()))
 
-    settings = config(optimizer=replace(SGD_LIKE, skip_nonfinite=True))
-    trainer = ready(qwen3, settings, loss=exploding)
+    settings = config(optimizer=replace(SGD_LIKE, skip_nonfinite=True), loss=own)
+    trainer = ready(qwen3, settings)
     before = weights(trainer)
     result = trainer.train(batches_of(samples, settings))
     assert result.metrics["optimizer/skipped"] == 1
@@ -308,6 +330,57 @@ def test_supervised_samples_are_learned_in_the_same_loop(qwen3):
     assert not [name for name in last if name.startswith(("ratio/", "logprob_gap/"))]
 
 
+@needs("reference", "old_logprobs")
+def near_the_reference(inputs: LossInputs, *, coef: float) -> TokenLoss:
+    assert inputs.ref_logprobs is not None
+    return TokenLoss(coef * kl_estimate(inputs.logprobs, inputs.ref_logprobs, estimator="k2"))
+
+
+def plain(inputs: LossInputs, *, coef: float = 1.0) -> TokenLoss:
+    assert inputs.ref_logprobs is None
+    assert inputs.entropy is None
+    return TokenLoss(-coef * inputs.logprobs * inputs.advantages)
+
+
+def test_a_loss_of_ones_own_takes_arguments_and_gets_what_it_needs(qwen3, samples):
+    def kl_gradient(loss: AnyLoss) -> dict[str, torch.Tensor]:
+        """After a step that moved the weights away from the reference."""
+        settings = config(loss=loss)
+        trainer = ready(qwen3, settings)
+        with torch.no_grad():
+            for parameter in trainer._ready().model.parameters():
+                parameter.mul_(1.01)
+        return gradient_of(trainer, batches_of([replace(s, advantage=0.0) for s in samples], settings))
+
+    own = CustomLoss(kind=f"{__name__}:near_the_reference", args={"coef": 3.0})
+    built_in = LossConfig(kl_coef=3.0, kl_estimator="k2", old_logprobs="trainer")
+    assert_same(kl_gradient(own), kl_gradient(built_in))
+
+
+def test_only_what_a_loss_needs_is_computed(qwen3, samples):
+    settings = config(loss=CustomLoss(kind=f"{__name__}:plain", args={"coef": 0.5}, log_entropy=False))
+    trainer = ready(qwen3, settings)
+    assert trainer._ready().reference is None
+    assert "entropy/mean" not in trainer.train(batches_of(samples, settings)).metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubled(LossSettings):
+    """A kind of loss in one place: its settings, what it needs, its function."""
+
+    kind: Literal["doubled"] = "doubled"
+    factor: float = 2.0
+
+    def function(self) -> LossFn:
+        return partial(plain, coef=self.factor)
+
+
+def test_a_new_kind_of_loss_is_its_settings_and_its_function(qwen3, samples):
+    doubled = gradient(qwen3, samples, config(loss=Doubled(log_entropy=False)))
+    once = gradient(qwen3, samples, config(loss=Doubled(factor=1.0, log_entropy=False)))
+    assert_same(doubled, {name: 2 * grad for name, grad in once.items()}, rtol=1e-5)
+
+
 @pytest.mark.parametrize("model", ["qwen3", "llama"])
 def test_an_exported_folder_loads_in_transformers_with_the_trained_weights(model, samples, tmp_path, request):
     trainer = ready(request.getfixturevalue(model), config())
@@ -373,6 +446,12 @@ def test_sleep_frees_the_gradients_and_wake_goes_on_as_before(qwen3, samples):
     with pytest.raises(RankError, match="call wake"):
         trainer.train(batches)
     trainer.wake()
+    trainer.wake()
+    trainer.sleep(keep=frozenset({"weights"}))
+    assert score(trainer, batches_of(samples, config())[0])
+    assert list(trainer.shards())
+    with pytest.raises(RankError, match="call wake"):
+        trainer.train(batches_of(samples, config()))
     trainer.wake()
     for t in (trainer, twin):
         t.train(batches)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from miles_train import ConfigError, LossConfig
-from miles_train.losses import LossInputs, kl_estimate, policy_loss, resolve_loss, sft_loss
+from miles_train import ConfigError, CustomLoss, LossConfig, PolicyLoss, SftLoss
+from miles_train.losses import LossInputs, TokenLoss, kl_estimate, needs, policy_loss, resolve_loss, sft_loss
 
 
 def loss_inputs(logprobs, *, old=None, engine=None, advantages=None, ref=None, entropy=None) -> LossInputs:
@@ -109,6 +110,38 @@ def test_a_loss_is_found_by_its_import_string_or_refused_with_the_reason():
         resolve_loss(LossConfig(kind="miles_train.losses:gspo"))
     with pytest.raises(ConfigError, match="a int that cannot be called"):
         resolve_loss(LossConfig(kind="miles_train.packing:ATTENTION_TOKENS"))
+
+
+@needs("reference")
+def penalty(inputs: LossInputs, *, coef: float = 0.1, entropy: bool = False) -> TokenLoss:
+    return TokenLoss(-coef * inputs.logprobs)
+
+
+def restless(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(inputs.logprobs)
+
+
+restless.needs = {"gradient"}  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_arguments_of_a_loss_of_ones_own_are_bound_and_compared_with_its_signature():
+    own = CustomLoss(kind=f"{__name__}:penalty", args={"coef": 0.5})
+    assert resolve_loss(own)(loss_inputs([-2.0])).loss.tolist() == [1.0]
+    assert own == LossConfig(kind=f"{__name__}:penalty", args={"coef": 0.5})
+    with pytest.raises(ConfigError, match=r"takes \(inputs: .*unexpected keyword argument 'coeff'"):
+        resolve_loss(replace(own, args={"coeff": 0.5}))
+
+
+def test_a_loss_says_what_it_needs():
+    assert CustomLoss(kind=f"{__name__}:penalty").needs == {"reference"}
+    assert CustomLoss(kind="miles_train.losses:policy_loss").needs == frozenset()
+    assert SftLoss().needs == PolicyLoss().needs == frozenset()
+    assert PolicyLoss(kl_coef=0.1).needs == {"reference"}
+    assert PolicyLoss(entropy_coef=0.1, old_logprobs="trainer").needs == {"entropy", "old_logprobs"}
+    with pytest.raises(ConfigError, match=r"`needs` of .*:restless is \['gradient'\]; it must be among reference"):
+        resolve_loss(CustomLoss(kind=f"{__name__}:restless"))
+    with pytest.raises(ConfigError, match="`needs` is 'gradient'; it must be one of reference, entropy"):
+        needs("gradient")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_policy_config_reaches_the_loss():

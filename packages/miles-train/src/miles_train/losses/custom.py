@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_tito.shared.plugins import check_call, load
-from miles_tito.shared.settings import require
+from miles_tito.shared.settings import SettingError, require
 
 from .settings import NEEDS, LossSettings, Need
 
@@ -21,7 +21,7 @@ class CustomLoss(LossSettings):
     """A function of your own that takes `LossInputs` and returns `TokenLoss`; `needs` declares what it asks for."""
 
     kind: str
-    """`package.module:function`."""
+    """A built-in kind, or `package.module:function` of your own that takes `LossInputs` and returns `TokenLoss`."""
     args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the function."""
 
@@ -31,10 +31,11 @@ class CustomLoss(LossSettings):
 
     @property
     def needs(self) -> frozenset[Need]:
-        declared = cast("frozenset[Need]", frozenset(getattr(self._load(), "needs", ())))
+        declared = frozenset(getattr(self._load(), "needs", ()))
         unknown = sorted(declared - set(NEEDS))
-        require(not unknown, f"needs` of `{self.kind}", unknown, f"a subset of {', '.join(NEEDS)}")
-        return declared
+        if unknown:
+            raise SettingError(f"`needs` of {self.kind} is {unknown}; it must be among {', '.join(NEEDS)}.")
+        return cast("frozenset[Need]", declared)
 
     def function(self) -> LossFn:
         """The function, its arguments bound.

@@ -34,10 +34,13 @@ def LossConfig(*, kind: str = "policy", **keys: Any) -> AnyLoss:
         )
     settings = BUILTIN.get(kind, CustomLoss)
     if foreign := sorted(keys.keys() - _names(settings)):
-        owners = [name for name, other in BUILTIN.items() if set(foreign) <= _names(other)]
-        whose = f"belong to kind {' and '.join(map(repr, owners))}" if owners else "belong to no kind of loss"
+        others = {f"kind {name!r}": _names(other) for name, other in BUILTIN.items()}
+        others["a loss of your own"] = _names(CustomLoss)
+        owners = " and ".join(name for name, has in others.items() if set(foreign) <= has) or "no kind of loss"
+        verbs = ("belongs", "has") if len(foreign) == 1 else ("belong", "have")
         raise SettingError(
-            f"{', '.join(f'`{key}`' for key in foreign)} {whose} and have no effect with kind = {kind!r}."
+            f"{', '.join(f'`{key}`' for key in foreign)} {verbs[0]} to {owners} and {verbs[1]} no effect with "
+            f"kind = {kind!r}."
         )
     return settings(kind=kind, **keys)
 

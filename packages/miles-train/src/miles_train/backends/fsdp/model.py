@@ -83,7 +83,7 @@ def load_model(path: str | Path, config: TrainConfig) -> PolicyModel:
     if config.fsdp.layout == "packed" and not can_pack:
         raise UnsupportedModel(
             f"{type(lm).__name__} has layers whose attention cannot be replaced (or that are not attention), so packed "
-            'rows would see one another; use layout = "padded".'
+            'rows would see one another; use `fsdp.layout = "padded"`.'
         )
     padded = config.fsdp.layout == "padded" or not can_pack
     if not padded:

@@ -67,17 +67,13 @@ class FSDPTrainer:
         model_path: a Hugging Face folder.
         rank: of this process; the number of ranks is the configuration's.
         init_method: where the ranks meet (`tcp://HOST:PORT` of rank 0); not needed for a single rank.
-        loss: your own loss instead of the configured one.
     """
 
-    def __init__(
-        self, model_path: str | Path, *, rank: int = 0, init_method: str | None = None, loss: LossFn | None = None
-    ) -> None:
+    def __init__(self, model_path: str | Path, *, rank: int = 0, init_method: str | None = None) -> None:
         self.version = 0
         self._model_path = Path(model_path)
         self._rank = rank
         self._init_method = init_method
-        self._loss = loss
         self._state: _State | None = None
 
     def setup(self, config: TrainConfig, prepare_model: Callable[[torch.nn.Module], object] | None = None) -> Layout:
@@ -112,7 +108,7 @@ class FSDPTrainer:
             model=model.train(),
             reference=reference,
             optimizer=Optimizer(model.lm, config=config.optimizer, schedule=config.schedule, ranks=ranks),
-            loss_fn=self._loss or resolve_loss(config.loss),
+            loss_fn=resolve_loss(config.loss),
         )
         layout = Layout(
             rank=ranks.rank,
@@ -302,5 +298,7 @@ class FSDPTrainer:
 def _scored(state: _State, micro_batches: Sequence[MicroBatch], model: ModelName) -> list[np.ndarray]:
     chosen = state.model if model == "policy" else state.reference
     if chosen is None:
-        raise SettingError("There is no reference model: it is held only while `loss.kl_coef` is above 0.")
+        raise SettingError(
+            "There is no reference model: it is held only for a loss that needs it, as with `loss.kl_coef` above 0."
+        )
     return score_micro_batches(chosen, micro_batches, state.ranks.device)
