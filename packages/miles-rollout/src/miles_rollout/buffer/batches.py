@@ -34,7 +34,7 @@ class BatchRule:
             BufferClosedError: no further group can come.
             BufferStateError: earlier batches were not released, so a full one cannot come.
         """
-        wanted, num_admitted = self._groups_per_step, len(queue.admitted())
+        wanted, num_admitted = self._groups_per_step, queue.num_admitted
         if finished is not None and not queue.num_running and num_admitted < wanted:
             raise BufferClosedError(
                 f"A batch needs {wanted} groups, {num_admitted} are ready and none is running: {finished}."

@@ -272,7 +272,7 @@ class GroupBuffer:
     def metrics(self) -> dict[str, float]:
         """State now, and rates since the last call."""
         return {
-            "buffer/queued": float(len(self._queue.admitted())),
+            "buffer/queued": float(self._queue.num_admitted),
             "buffer/running": float(self._queue.num_running),
             "buffer/taken": float(self._queue.num_taken),
             "buffer/credits_used": float(self.credits_used),

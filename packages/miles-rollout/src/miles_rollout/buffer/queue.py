@@ -33,6 +33,11 @@ class QueuedGroup:
         return self.ref is None and not self.is_waiting
 
     @property
+    def is_admitted(self) -> bool:
+        """Finished, and not taken yet."""
+        return self.ref is not None and not self.is_taken
+
+    @property
     def oldest_version(self) -> int:
         """Of its oldest token; of its issue where the engine named no version, since no token is older than that."""
         oldest = None if self.ref is None else self.ref.oldest_version
@@ -91,9 +96,13 @@ class GroupQueue:
     def num_taken(self) -> int:
         return sum(group.is_taken for group in self._groups.values())
 
+    @property
+    def num_admitted(self) -> int:
+        return sum(group.is_admitted for group in self._groups.values())
+
     def admitted(self) -> list[QueuedGroup]:
         """Admitted groups that are not taken, oldest first."""
-        admitted = [group for group in self._groups.values() if group.ref is not None and not group.is_taken]
+        admitted = [group for group in self._groups.values() if group.is_admitted]
         return sorted(admitted, key=lambda group: (group.oldest_version, group.order))
 
 
