@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from miles_rollout import BufferClosedError, BufferStateError, Fate, Verdict
-from miles_rollout.buffer.admission import Admission, Admitted, AgeLimit, Discarded
+from miles_rollout.buffer.admission import Admission, AgeLimit, Discarded
 from miles_rollout.buffer.batches import BatchRule
 from miles_rollout.buffer.queue import GroupQueue, QueuedGroup, RetryQueue
 from miles_rollout.buffer.stop_rules import EmptyBatchGuard
@@ -69,7 +69,7 @@ def test_failures_come_before_the_filter_and_the_filter_before_the_age() -> None
         return decided.fate if isinstance(decided, Discarded) else None
 
     assert [fate([None, 1.0]), fate([1.0, 1.0]), fate([0.0, 1.0])] == [Fate.FAILED, Fate.FILTERED, Fate.STALE]
-    assert isinstance(admission.decide(group("a"), make_ref("a"), version=0), Admitted)
+    assert admission.decide(group("a"), fine := make_ref("a"), version=0) is fine
 
 
 def test_a_batch_waits_for_the_group_that_it_would_make_too_old() -> None:

@@ -25,16 +25,8 @@ from .stop_rules import ENGINE_BEHIND, RESUMED_TOO_LATE, STALE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """The answer of a policy: the group is worth a place in a batch."""
-
-    ref: GroupRef
-    """With its stale episodes masked, where the policy said so."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Discarded:
-    """The answer of a policy: the group is not trained."""
+    """What the policies decided about a group that is not trained."""
 
     fate: Fate
     reason: str
@@ -50,15 +42,15 @@ class AgeLimit:
         self._policy = policy
         self._max_staleness = max_staleness
 
-    def decide(self, group: QueuedGroup, ref: GroupRef, *, version: int) -> Admitted | Discarded:
-        """Ask the policy about a group whose engines hold `version` now."""
+    def decide(self, group: QueuedGroup, ref: GroupRef, *, version: int) -> GroupRef | Discarded:
+        """The group with its stale episodes masked where the policy says so, or why it is discarded."""
         staleness, limit = group.staleness(version), self._max_staleness
         match Verdict(self._policy(ref, staleness=staleness, max_staleness=limit)):
             case Verdict.KEEP:
-                return Admitted(ref=ref)
+                return ref
             case Verdict.MASK:
                 masked = stale_episodes(ref, staleness=staleness, max_staleness=limit)
-                return Admitted(ref=replace(ref, metadata={**ref.metadata, MASKED_EPISODES: masked}))
+                return replace(ref, metadata={**ref.metadata, MASKED_EPISODES: masked})
             case Verdict.DROP | Verdict.RETRY as verdict:
                 # A stop made a resumed group old; what is learned must not depend on stops.
                 retry = verdict is Verdict.RETRY or group.is_resumed
@@ -82,8 +74,8 @@ class Admission:
         self._at_put = AgeLimit(load_stale_policy(config.put_policy), max_staleness=config.max_staleness)
         self.at_take = AgeLimit(load_stale_policy(config.take_policy), max_staleness=config.max_staleness)
 
-    def decide(self, group: QueuedGroup, ref: GroupRef, *, version: int) -> Admitted | Discarded:
-        """Judge a group that has just finished."""
+    def decide(self, group: QueuedGroup, ref: GroupRef, *, version: int) -> GroupRef | Discarded:
+        """A group that has just finished, as it is admitted, or why it is discarded."""
         if (failed := self._failed(ref)) is not None:
             return failed
         if (reason := self._filter(ref)) is not None:

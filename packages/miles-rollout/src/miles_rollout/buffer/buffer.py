@@ -30,7 +30,7 @@ from miles_rollout.errors import BufferClosedError, BufferStateError, first_line
 from miles_rollout.fates import Fate, FateBook, FateCounts, Observer
 from miles_rollout.resume import Resume, Retry
 
-from .admission import Admission, Admitted, Discarded
+from .admission import Admission, Discarded
 from .batches import BatchRule
 from .metrics import BufferMeter
 from .queue import GroupQueue, QueuedGroup, RetryQueue
@@ -160,21 +160,19 @@ class GroupBuffer:
         group.ref = ref
         self._meter.finished += 1
         with self._closing_on_error():
-            match self._admission.decide(group, ref, version=self._version):
-                case Admitted() as admitted:
-                    group.ref = admitted.ref
-                    self._book.advance(ref.id, Fate.BUFFERED, reason="", version=self._version)
-                    self._failures.record(ref.episodes)
-                    if group.staleness(self._version) <= self._max_staleness:
-                        self._empty.admitted()
-                    fate = Fate.BUFFERED
-                case Discarded() as discarded:
-                    self._discard_by_policy(group, discarded)
-                    self._failures.record(ref.episodes)
-                    self._empty.discarded(ref, discarded.reason)
-                    fate = discarded.fate
+            decided = self._admission.decide(group, ref, version=self._version)
+            if isinstance(decided, Discarded):
+                self._discard_by_policy(group, decided)
+                self._failures.record(ref.episodes)
+                self._empty.discarded(ref, decided.reason)
+            else:
+                group.ref = decided
+                self._book.advance(ref.id, Fate.BUFFERED, reason="", version=self._version)
+                self._failures.record(ref.episodes)
+                if group.staleness(self._version) <= self._max_staleness:
+                    self._empty.admitted()
         self._notify()
-        return fate
+        return decided.fate if isinstance(decided, Discarded) else Fate.BUFFERED
 
     def forfeit(self, group_id: str, fate: Fate, reason: str) -> None:
         """End an open group with any final fate but TRAINED, for example because its worker was lost."""
@@ -296,13 +294,13 @@ class GroupBuffer:
         """Ask the take policy about every admitted group."""
         for group in sorted(self._queue.admitted(), key=lambda group: group.order):  # prompts come in their old order
             assert group.ref is not None, "an admitted group has a result"
-            match self._admission.at_take.decide(group, group.ref, version=self._version):
-                case Admitted() as admitted:
-                    group.ref = admitted.ref
-                case Discarded() as discarded:
-                    self._discard_by_policy(group, discarded)
-                    self._empty.discarded(group.ref, discarded.reason)
-                    self._notify()  # its credit is free
+            decided = self._admission.at_take.decide(group, group.ref, version=self._version)
+            if isinstance(decided, Discarded):
+                self._discard_by_policy(group, decided)
+                self._empty.discarded(group.ref, decided.reason)
+                self._notify()  # its credit is free
+            else:
+                group.ref = decided
 
     def _discard_by_policy(self, group: QueuedGroup, discarded: Discarded) -> None:
         """Where a policy wants it, the prompt runs again, a bounded number of times in a row."""

@@ -3,9 +3,8 @@
 from miles_tito.shared.ports import PortReservation, is_port_free
 
 from miles_rollout.engines.attached import AttachedServer
-from miles_rollout.engines.config import EngineConfig
+from miles_rollout.engines.config import EngineConfig, has_gpu, resolve_device
 from miles_rollout.engines.control import EngineControl, EngineLoad, EngineProbe, PauseMode
-from miles_rollout.engines.device import has_gpu, resolve_device
 from miles_rollout.engines.errors import (
     EngineConfigError,
     EngineDied,

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from miles_rollout.engines.config import EngineConfig, OptionValue, to_arguments
-from miles_rollout.engines.device import resolve_device
+from miles_rollout.engines.config import EngineConfig, OptionValue, resolve_device, to_arguments
 
 CPU_MODULE = "miles_rollout.engines.sglang_cpu"
 CUDA_MODULE = "sglang.launch_server"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from miles_tito.shared.settings import SettingError, at_least, require
 
 from miles_rollout.engines.health import HealthConfig
+from miles_rollout.engines.versions import Device
 
 Role = Literal["rollout", "eval", "teacher", "prefill", "decode"]
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
 OptionValue = bool | int | float | str | Sequence[int | float | str]
 
 RESERVED: Mapping[str, str] = {
@@ -98,6 +103,21 @@ class EngineConfig:
     @property
     def num_servers(self) -> int:
         return len(self.urls) or self.count
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"], env: Mapping[str, str] | None = None) -> Device:
+    """`auto` is cuda where a GPU is visible, cpu elsewhere."""
+    if device == "auto":
+        return "cuda" if has_gpu(env) else "cpu"
+    return device
+
+
+def has_gpu(env: Mapping[str, str] | None = None) -> bool:
+    """Whether a GPU exists and is not hidden by CUDA_VISIBLE_DEVICES (of `env`, else of this process)."""
+    visible = {**os.environ, **(env or {})}.get(VISIBLE_GPUS)
+    if visible is not None and visible.strip() in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def to_arguments(options: Mapping[str, OptionValue]) -> list[str]:

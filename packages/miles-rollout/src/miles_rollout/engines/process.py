@@ -22,6 +22,7 @@ from miles_rollout.engines import guard
 from miles_rollout.engines.errors import EngineStartError
 
 POLL_S = 0.05
+RESERVE_S = 10.0
 TAIL_BYTES = 65536
 KILL_S = 5.0
 
@@ -133,22 +134,82 @@ class OwnedProcess:
             self._pipe.close()
 
 
-def reserve(host: str, port: int = 0, *, wait_s: float = 10.0) -> PortReservation:
-    """A reservation of `port`, which may still belong for a moment to the dead server that is started again there.
+class OwnedServer:
+    """An owned process that listens on a port of its own: an engine or the router.
 
-    Raises:
-        EngineStartError: it is still taken after `wait_s`.
+    Started again after its end, it has the same address. Every method may be called from any thread.
     """
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            return PortReservation(host, port)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise EngineStartError(
-                    f"Port {port} of {host} cannot be had: {error}. End what listens there, or choose another."
-                ) from error
-        time.sleep(POLL_S)
+
+    name = "server"
+    """In messages."""
+
+    def __init__(self, *, log_path: Path, host: str, port: int) -> None:
+        """
+        Args:
+            log_path: receives what it prints; appended to.
+            host: the address to listen on.
+            port: where to listen; 0 chooses a free one.
+        """
+        self.log_path = log_path
+        self.host = host
+        self._port = port
+        """0 until a start has found one that works."""
+        self._process: OwnedProcess | None = None
+        self._reservation: PortReservation | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        if self._reservation is None:
+            raise EngineStartError(f"The {self.name} has no address yet: call start() first.")
+        return f"http://{self.host}:{self._reservation.port}"
+
+    @property
+    def process(self) -> OwnedProcess:
+        if self._process is None:
+            raise EngineStartError(f"The {self.name} has no process yet: call start() first.")
+        return self._process
+
+    def poll(self) -> int | None:
+        """Exit status, 128 + n if signal n ended it; None while it runs."""
+        return self.process.poll()
+
+    def log_tail(self) -> str:
+        """The last lines that the process wrote; "" before there is one."""
+        return "" if self._process is None else self._process.log_tail()
+
+    def _require_ended(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            raise EngineStartError(f"The {self.name} already runs at {self.url}; stop it first.")
+
+    def _reserve(self) -> int:
+        """Reserve the port that the next process is to listen on.
+
+        It may still belong for a moment to the dead one before it.
+
+        Raises:
+            EngineStartError: it is still taken after a while.
+        """
+        if self._reservation is not None:
+            self._reservation.close()
+        deadline = time.monotonic() + RESERVE_S
+        while True:
+            try:
+                self._reservation = PortReservation(self.host, self._port)
+                return self._reservation.port
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise EngineStartError(
+                        f"Port {self._port} of {self.host} cannot be had: {error}. "
+                        "End what listens there, or choose another."
+                    ) from error
+            time.sleep(POLL_S)
+
+    def _end(self, grace_s: float) -> None:
+        if self._process is not None:
+            self._process.stop(grace_s=grace_s)
+        if self._reservation is not None:
+            self._reservation.close()
 
 
 def _listening_ports(pid: int) -> set[int]:

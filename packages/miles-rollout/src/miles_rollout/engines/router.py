@@ -23,7 +23,7 @@ from miles_tito.shared.http import Answer, NoAnswer, call_once
 from miles_tito.shared.ports import PortReservation
 
 from miles_rollout.engines.errors import EngineStartError
-from miles_rollout.engines.process import POLL_S, OwnedProcess, reserve
+from miles_rollout.engines.process import POLL_S, OwnedProcess, OwnedServer
 from miles_rollout.engines.versions import check_smg
 
 ROUTING_KEY = "X-SMG-Routing-Key"
@@ -53,11 +53,10 @@ OPTIONS: Sequence[str] = (
 )
 
 
-class Router:
-    """An smg process in front of the engines of one table. Engines are added and removed while it runs.
+class Router(OwnedServer):
+    """An smg process in front of the engines of one table. Engines are added and removed while it runs."""
 
-    Every method may be called from any thread.
-    """
+    name = "router"
 
     def __init__(
         self, *, log_path: Path, host: str = "127.0.0.1", port: int = 0, request_timeout_s: float = 3600.0
@@ -70,24 +69,9 @@ class Router:
             port: where to listen; 0 chooses a free one.
             request_timeout_s: how long one generation may take.
         """
-        self.log_path = log_path
-        self.host = host
-        self._port = port
+        super().__init__(log_path=log_path, host=host, port=port)
         self.request_timeout_s = request_timeout_s
-        self._process: OwnedProcess | None = None
-        self._reservations: tuple[PortReservation, ...] = ()
-
-    @property
-    def url(self) -> str:
-        if not self._reservations:
-            raise EngineStartError("The router has no address yet: call start() first.")
-        return f"http://{self.host}:{self._reservations[0].port}"
-
-    @property
-    def process(self) -> OwnedProcess:
-        if self._process is None:
-            raise EngineStartError("The router has no process yet: call start() first.")
-        return self._process
+        self._metrics: PortReservation | None = None
 
     def start(self, urls: Sequence[str] = (), *, timeout_s: float = 30.0) -> str:
         """Start smg, wait until it listens, and add the engines of `urls`.
@@ -100,25 +84,18 @@ class Router:
             EngineStartError: with the last lines of its log.
         """
         check_smg()
-        if self._process is not None and self._process.poll() is None:
-            raise EngineStartError(f"The router already runs at {self.url}; stop it first.")
-        # Its metrics go to a port as well, which is fixed and open to every host unless told otherwise.
-        for reservation in self._reservations:
-            reservation.close()
-        self._reservations = (reserve(self.host, self._port), reserve("127.0.0.1"))
-        self._port = self._reservations[0].port
-        port, metrics_port = (str(reservation.port) for reservation in self._reservations)
-        command = [sys.executable, "-m", "smg", "launch", "--host", self.host, "--port", port, *OPTIONS]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port]
+        self._require_ended()
+        self._port = self._reserve()
+        command = [sys.executable, "-m", "smg", "launch", "--host", self.host, "--port", str(self._port), *OPTIONS]
         command += ["--request-timeout-secs", str(round(self.request_timeout_s))]
+        # Its metrics go to a port as well, which is fixed and open to every host unless set.
+        self._release_metrics_port()
+        self._metrics = PortReservation()
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(self._metrics.port)]
         self._process = OwnedProcess(command, log_path=self.log_path)
         self._wait_listening(timeout_s)
         self.add_worker(*urls)
         return self.url
-
-    def poll(self) -> int | None:
-        """Exit status, 128 + n if signal n ended it; None while it runs."""
-        return self.process.poll()
 
     async def ended(self, interval_s: float = 0.2) -> str:
         """Returns when the process is gone, with its exit status."""
@@ -183,15 +160,16 @@ class Router:
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End the router within about `grace_s` + 5 seconds. Requests in flight fail. Idempotent."""
-        if self._process is not None:
-            self._process.stop(grace_s=grace_s)
-        for reservation in self._reservations:
-            reservation.close()
+        self._end(grace_s)
+        self._release_metrics_port()
+
+    def _release_metrics_port(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _wait_listening(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        port = self._reservations[0].port
-        while not self.process.listens_on(port):
+        while not self.process.listens_on(self._port):
             status = self.poll()
             if status is not None or time.monotonic() > deadline:
                 what = f"exited with status {status}" if status is not None else f"did not listen in {timeout_s:.0f} s"

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Self
 
 from miles_tito.shared.http import blocking
-from miles_tito.shared.ports import PortReservation, port_of
+from miles_tito.shared.ports import port_of
 
 from miles_rollout.engines.command import server_command, server_environment
-from miles_rollout.engines.config import EngineConfig
+from miles_rollout.engines.config import EngineConfig, resolve_device
 from miles_rollout.engines.control import EngineControl
-from miles_rollout.engines.device import resolve_device
 from miles_rollout.engines.errors import EngineDied, EngineStartError
-from miles_rollout.engines.process import OwnedProcess, reserve
+from miles_rollout.engines.process import OwnedProcess, OwnedServer
 from miles_rollout.engines.versions import Device, check_sglang
 
 POLL_S = 0.1
@@ -59,11 +58,10 @@ Progress = StartProgress
 """An older name."""
 
 
-class EngineServer:
-    """A server process with its log, on a port of its own, for whoever runs engines: in miles-core an actor.
+class EngineServer(OwnedServer):
+    """A server process with its log, on a port of its own, for whoever runs engines: in miles-core an actor."""
 
-    Every method may be called from any thread.
-    """
+    name = "engine"
 
     def __init__(
         self,
@@ -86,18 +84,13 @@ class EngineServer:
             weight_version: the number of the weights in `model_path`.
         """
         assert not config.urls, "servers of `urls` are attached to, not started"
+        super().__init__(log_path=log_path, host=host, port=port)
         self.config = config
         self.device: Device = resolve_device(config.device, config.env)
         self.model_path = model_path
-        self.log_path = log_path
-        self.host = host
-        self._port = port
-        """0 until the first start has found one that works."""
         self.weight_version = weight_version
         self._stop_asked = threading.Event()
         self._launching = threading.Lock()  # no process is started after stop() has looked for one to end
-        self._process: OwnedProcess | None = None
-        self._reservation: PortReservation | None = None
 
     def __enter__(self) -> Self:
         """Start and wait until it is ready; raises as `start` and `wait_ready` do."""
@@ -112,28 +105,14 @@ class EngineServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    @property
-    def url(self) -> str:
-        """Where it listens. Final once `wait_ready` has returned."""
-        if self._reservation is None:
-            raise EngineStartError("The engine has no address yet: call start() first.")
-        return f"http://{self.host}:{self._reservation.port}"
-
-    @property
-    def process(self) -> OwnedProcess:
-        if self._process is None:
-            raise EngineStartError("The engine has no process yet: call start() first.")
-        return self._process
-
     def start(self) -> None:
-        """Check versions and start the process; returns at once.
+        """Check versions and start the process; returns at once. The address is final once `wait_ready` has returned.
 
         Raises:
             EngineVersionError: with the command that installs a supported version.
         """
         check_sglang(self.device)
-        if self._process is not None and self._process.poll() is None:
-            raise EngineStartError(f"The engine already runs at {self.url}; stop it first.")
+        self._require_ended()
         self._stop_asked.clear()
         self._launch()
 
@@ -168,14 +147,6 @@ class EngineServer:
         self._port = port_of(self.url)
         return self.url
 
-    def poll(self) -> int | None:
-        """Exit status of the server, 128 + n if signal n ended it; None while it runs."""
-        return self.process.poll()
-
-    def log_tail(self) -> str:
-        """The last lines that the process wrote; "" before there is one."""
-        return "" if self._process is None else self._process.log_tail()
-
     async def watch(self, interval_s: float = 0.5) -> None:
         """Return when the server is stopped; raise when it exits by itself. Made for a task group.
 
@@ -201,34 +172,21 @@ class EngineServer:
         if grace_s is None:
             grace_s = GPU_GRACE_S if self.device == "cuda" else 0.0
         with self._launching:
-            if self._process is not None:
-                self._process.stop(grace_s=grace_s)
-            if self._reservation is not None:
-                self._reservation.close()
+            self._end(grace_s)
 
     def _launch(self) -> None:
         with self._launching:
             if self._stop_asked.is_set():
                 raise _stopped_early()
-            self._start_process()
-
-    def _start_process(self) -> None:
-        if self._reservation is not None:
-            self._reservation.close()
-        self._reservation = reserve(self.host, self._port)
-        command = server_command(
-            self.config,
-            model_path=self.model_path,
-            host=self.host,
-            port=self._reservation.port,
-            weight_version=self.weight_version,
-        )
-        self._process = OwnedProcess(
-            command,
-            log_path=self.log_path,
-            env=server_environment(self.config, model_path=self.model_path),
-            shm_prefixes=LEFT_BEHIND,
-        )
+            command = server_command(
+                self.config,
+                model_path=self.model_path,
+                host=self.host,
+                port=self._reserve(),
+                weight_version=self.weight_version,
+            )
+            env = server_environment(self.config, model_path=self.model_path)
+            self._process = OwnedProcess(command, log_path=self.log_path, env=env, shm_prefixes=LEFT_BEHIND)
 
     def _answers(self) -> bool:
         """Whether this server, and not another process on its port, is ready for requests."""

@@ -32,30 +32,23 @@ pushes out in the same step of the event loop in which it returns: from then on 
 
 
 class Server(Protocol):
-    """One engine's server, as miles-core wraps it in a Ray actor. Its url stays the same however often it starts."""
+    """One engine's server, as miles-core wraps it in a Ray actor. Its url stays the same however often it starts.
+
+    `start` starts it again, or waits for it where somebody else runs it; it returns when the server answers, and raises
+    EngineError where it does not come up. `ended` returns when the server is gone, with what is known about the reason.
+    After `kill` nothing of it runs any more, but a server of somebody else. `log_tail` is "" where there is no log.
+    """
 
     @property
     def url(self) -> str: ...
 
-    async def start(self) -> None:
-        """Start it again, or wait for it where somebody else runs it; returns when it answers.
+    async def start(self) -> None: ...
 
-        Raises:
-            EngineError: it did not come up.
-        """
-        ...
+    async def ended(self) -> str: ...
 
-    async def ended(self) -> str:
-        """Returns when the server is gone, with what is known about the reason; else never."""
-        ...
+    async def kill(self) -> None: ...
 
-    async def kill(self) -> None:
-        """Make sure that nothing of it runs any more; a server of somebody else is left alone."""
-        ...
-
-    async def log_tail(self) -> str:
-        """The last lines of its log, "" where there is none."""
-        ...
+    async def log_tail(self) -> str: ...
 
 
 class PushCount:
