@@ -103,7 +103,7 @@ def test_waiting_for_a_batch_that_cannot_come_is_an_error(
 
 
 def test_groups_that_only_grew_old_do_not_count_as_empty_batches() -> None:
-    guard = EmptyBatchGuard(max_empty_batches=1, groups_per_step=2)
+    guard = EmptyBatchGuard(make_config(max_empty_batches=1))
     for _ in range(9):
         guard.discarded(make_ref("a"), "stale")
         guard.discarded(make_ref("a"), "resumed_too_late")

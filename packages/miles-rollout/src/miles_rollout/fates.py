@@ -40,7 +40,7 @@ class FateEvent:
     group_id: str
     prompt_id: str
     fate: Fate
-    reason: str
+    reason: str = ""
     """Short and countable, empty where there is nothing to say."""
     version: int
     """Weight version that the engines held when it happened; for TRAINED the version that contains the group."""
@@ -124,23 +124,18 @@ class FateBook:
             raise BufferStateError(
                 f"Group {group_id!r} was already issued and is {self._fates[group_id]}; every issue needs a new id."
             )
+        fate = Fate.IN_FLIGHT
         self._observe(
             FateEvent(
-                group_id=group_id,
-                prompt_id=prompt_id,
-                fate=Fate.IN_FLIGHT,
-                reason="",
-                version=version,
-                retry_of=retry_of,
-                drawn=drawn,
+                group_id=group_id, prompt_id=prompt_id, fate=fate, version=version, retry_of=retry_of, drawn=drawn
             )
         )
         self._issued += 1  # only now: what the observer refuses is not issued
         self._prompt_ids[group_id] = prompt_id
-        self._fates[group_id] = Fate.IN_FLIGHT
+        self._fates[group_id] = fate
         return self._issued
 
-    def advance(self, group_id: str, fate: Fate, *, reason: str, version: int, will_retry: bool = False) -> None:
+    def advance(self, group_id: str, fate: Fate, *, reason: str = "", version: int, will_retry: bool = False) -> None:
         """Give an open group its next fate; a final fate is never replaced. It holds even if the observer raises."""
         self.require_open(group_id, wanted=fate)
         prompt_id = self._prompt_ids[group_id]

@@ -55,14 +55,8 @@ class GroupBuffer:
         self._retries = RetryQueue(config.group_retries)
         self._admission = Admission(config)
         self._batches = BatchRule(config)
-        self._empty = EmptyBatchGuard(
-            max_empty_batches=config.max_empty_batches, groups_per_step=config.groups_per_step
-        )
-        self._failures = FailureBudget(
-            max_failure_rate=config.max_failure_rate,
-            window=config.failure_window,
-            min_failures=config.min_failures,
-        )
+        self._empty = EmptyBatchGuard(config)
+        self._failures = FailureBudget(config)
         self._book = FateBook(observer=observer)
         self._meter = BufferMeter()
         self._changed = asyncio.Event()
@@ -167,7 +161,7 @@ class GroupBuffer:
                 self._empty.discarded(ref, decided.reason)
             else:
                 group.ref = decided
-                self._book.advance(ref.id, Fate.BUFFERED, reason="", version=self._version)
+                self._book.advance(ref.id, Fate.BUFFERED, version=self._version)
                 self._failures.record(ref.episodes)
                 if group.staleness(self._version) <= self._max_staleness:
                     self._empty.admitted()
@@ -227,7 +221,7 @@ class GroupBuffer:
                 raise BufferStateError(f"Group {group_id!r} cannot be released: it was not taken.")
         for group_id in ids:
             self._retries.clear(self._queue.remove(group_id))
-            self._book.advance(group_id, Fate.TRAINED, reason="", version=self._version)
+            self._book.advance(group_id, Fate.TRAINED, version=self._version)
         self._notify()
 
     # ---- both

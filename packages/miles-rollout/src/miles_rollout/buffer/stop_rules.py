@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from miles_tito import EpisodeSummary, GroupRef
 
+from miles_rollout.config import RolloutConfig
 from miles_rollout.errors import EmptyBatchesError, FailureBudgetError, first_line
 
 STALE = "stale"
@@ -21,9 +22,9 @@ ENGINE_BEHIND = "engine_behind"
 class EmptyBatchGuard:
     """Stops a run whose groups are all discarded, after `max_empty_batches` batches' worth of them in a row."""
 
-    def __init__(self, *, max_empty_batches: int, groups_per_step: int) -> None:
-        self._max_empty_batches = max_empty_batches
-        self._limit = max_empty_batches * groups_per_step
+    def __init__(self, config: RolloutConfig) -> None:
+        self._max_empty_batches = config.max_empty_batches
+        self._limit = config.max_empty_batches * config.groups_per_step
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
 
@@ -77,10 +78,10 @@ class EmptyBatchGuard:
 class FailureBudget:
     """Stops a run when too many of its last episodes failed, and names the most common cause."""
 
-    def __init__(self, *, max_failure_rate: float, window: int, min_failures: int) -> None:
-        self._max_failure_rate = max_failure_rate
-        self._min_failures = min_failures
-        self._recent: deque[str | None] = deque(maxlen=window)
+    def __init__(self, config: RolloutConfig) -> None:
+        self._max_failure_rate = config.max_failure_rate
+        self._min_failures = config.min_failures
+        self._recent: deque[str | None] = deque(maxlen=config.failure_window)
         """Cause of each failed episode, None for one that went well."""
         self._examples: dict[str, str] = {}
 
