@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` install what they need into .venv; a second run finds it there.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint house docs lock setup clean
+.PHONY: help quickstart test lint house chaos docs lock setup clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,12 @@ lint: setup  ## the checks without pytest
 
 house: setup  ## the size and shape of every package, now and at the start of the rebuilding
 	@.venv/bin/python scripts/house.py
+
+SEED ?= 0
+SEEDS ?= 1
+# CONFIG="@ my.toml" plays the limits of a configuration, JSON=1 prints a line of JSON for each seed.
+chaos: setup  ## break scripted runs on purpose: make chaos SEEDS=200, or SEED=7 to play one again
+	@PYTHONPATH=tests:packages/miles-core/tests .venv/bin/python -m chaos --seed $(SEED) --seeds $(SEEDS) $(if $(JSON),--json) $(CONFIG)
 
 docs: setup  ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict

@@ -37,15 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from miles_core.batching import Trained
 from miles_core.durable.checkpoints import Checkpoints
 from miles_core.durable.ledger import Ledger
 from miles_core.durable.spool import SpoolWriter
 from miles_core.monitor import JsonlMonitor
 from miles_core.run import loop
-from miles_core.run.batching import AdvantagesByEpisode, RankWork
-from miles_core.run.loop import Trained
-from miles_core.run.takeup import take_up
-from miles_rollout import GroupBuffer, GroupRequest, PromptStream, RolloutConfig, advantages_by_episode, produce
+from miles_core.run.resume_state import resume_state
+from miles_rollout import GroupBuffer, GroupRequest, PromptStream, RolloutConfig, produce
 from miles_tito import Episode, Group, Outcome, Prompt, Trajectory, VersionSpan
 from miles_tito.records.summary import GroupRef, summarize
 
@@ -109,10 +108,7 @@ class Weightless:
     def __init__(self) -> None:
         self.version = 0
 
-    def plan(self, groups: Any, advantages: AdvantagesByEpisode) -> list[RankWork]:
-        return []
-
-    async def train(self, work: Any) -> Trained:
+    async def train(self, groups: Any) -> Trained:
         self.version += 1
         return Trained(version=self.version, metrics={"batch/episodes": float(SAMPLES_A_STEP)})
 
@@ -137,9 +133,8 @@ async def run_loop(folder: Path, *, steps: int, tokens: int, spooled: bool, ledg
             spool=finished,
         ),
         buffer=buffer,
-        trainer=Weightless(),
-        sync=loop.NoSync(),
-        advantages=partial(advantages_by_episode, advantage="dr_grpo"),
+        train=Weightless().train,
+        push=None,
         monitor=JsonlMonitor(folder),
         steps=steps,
         on_step=loop.nothing_more,
@@ -266,7 +261,7 @@ def take_up_again(folder: Path) -> Numbers:
     ledger.recover_spooled(folder / "trajectories")
     ledger.start(found.step)
     ledger_s = time.perf_counter() - began
-    taken = take_up(ledger, trajectories=folder / "trajectories", prompts=PROMPTS)
+    taken = resume_state(ledger, trajectories=folder / "trajectories", prompts=PROMPTS)
     buffer = GroupBuffer(ROLLOUT, observer=ledger, version=found.step)
     buffer.restore(taken)
     ledger.close()

@@ -47,9 +47,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from miles_core.batching import AdvantagesByEpisode, Trained, plan_ranks
 from miles_core.monitor import RunSummary
 from miles_core.run import loop
-from miles_core.run.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_rollout import (
     Fate,
     FateEvent,
@@ -207,7 +207,7 @@ async def _sleep_until(moment: float) -> None:
 
 
 class SleepingTrainer:
-    """Two ranks' plans are made for real; training and pushing sleep. Also the sync and the monitor of the run."""
+    """Two ranks' plans are made for real; training and pushing sleep. Also the engines and the monitor of the run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -216,16 +216,14 @@ class SleepingTrainer:
         self.staleness: list[int] = []
         self.ended: list[float] = []
 
-    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
+    async def train(self, groups: Sequence[GroupRef], *, advantages: AdvantagesByEpisode) -> Trained:
         self.trained.append([episode.id for group in groups for episode in group.episodes])
         self.staleness += [
             self.version - e.oldest_version for g in groups for e in g.episodes if e.oldest_version is not None
         ]
-        return plan_ranks(groups, advantages=advantages, token_budget=64, ranks=2, minibatches=1)
-
-    async def train(self, work: Sequence[RankWork]) -> loop.Trained:
+        plan_ranks(groups, advantages=advantages, token_budget=64, ranks=2, minibatches=1)
         await asyncio.sleep(self._load.train_s)
-        return loop.Trained(version=self.version + 1, metrics={})
+        return Trained(version=self.version + 1, metrics={})
 
     async def push(self, version: int) -> dict[str, float]:
         await asyncio.sleep(self._load.push_s)
@@ -278,9 +276,10 @@ class Play:
                 group_size=self.load.group_size,
             ),
             buffer=self.buffer,
-            trainer=self.trainer,
-            sync=self.trainer,
-            advantages=partial(advantages_by_episode, advantage=self.config.advantage),
+            train=partial(
+                self.trainer.train, advantages=partial(advantages_by_episode, advantage=self.config.advantage)
+            ),
+            push=self.trainer.push,
             monitor=self.trainer,
             steps=self.load.steps,
             on_step=loop.nothing_more,

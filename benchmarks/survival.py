@@ -62,7 +62,7 @@ def kill_twice(run: tuple[Path, subprocess.Popen[bytes]]) -> Path:
     wait_for_step(path, process, TRAINER_DIES)
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "ray::TrainerActor" in " ".join(child.cmdline()):
+            if "ray::TrainerRank" in " ".join(child.cmdline()):
                 child.kill()
     wait_for_step(path, process, DRIVER_DIES)
     process.kill()

@@ -14,6 +14,8 @@ PACKAGES = Path(__file__).parents[2] / "packages"
 
 sys.path[:0] = [
     str(Path(__file__).parent),
+    str(Path(__file__).parents[1]),
+    str(PACKAGES / "miles-core" / "tests"),
     str(PACKAGES / "miles-rollout" / "tests"),
     str(PACKAGES / "miles-weightsync" / "tests"),
 ]

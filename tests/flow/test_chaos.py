@@ -1,4 +1,4 @@
-"""`miles chaos`: every seed keeps the invariants, a failing one replays, and a bug that is planted is found."""
+"""`make chaos`: every seed keeps the invariants, a failing one replays, and a bug that is planted is found."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from miles_core.chaos import trainers
-from miles_core.chaos.clock import StuckError, VirtualLoop, run
-from miles_core.chaos.command import describe
-from miles_core.chaos.faults import KINDS, MOST_STARTS, Fault, draw_faults
-from miles_core.chaos.record import Record
-from miles_core.chaos.seed import Verdict, play, shrink
-from miles_core.chaos.settings import draw_config
+from chaos.clock import StuckError, VirtualLoop, run
+from chaos.command import describe
+from chaos.engines import ScriptedServer
+from chaos.faults import KINDS, MOST_STARTS, Fault, draw_faults
+from chaos.record import Record
+from chaos.seed import Verdict, play, shrink
+from chaos.settings import draw_config
+from chaos.trainers import Gang
 from miles_core.durable.ledger import Ledger, OpenGroup, queries
 from miles_core.durable.spool import SpoolWriter
 from miles_core.monitor import JsonlMonitor
-from miles_core.run import rl, takeup
+from miles_core.run import resume_state, rl
 from miles_rollout.buffer import GroupBuffer
+
+# pyright: reportPrivateUsage=false
 
 pytestmark = pytest.mark.timeout(420)
 
-SEEDS = 200
+SEEDS = 100
+PATH = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "packages" / "miles-core" / "tests")]
 
 
-def miles_chaos(*words: str, hash_seed: str = "0") -> tuple[int, list[dict[str, Any]], str]:
+def chaos(*words: str, hash_seed: str = "0") -> tuple[int, list[dict[str, Any]], str]:
     """Exit status, one result a seed, and the summary."""
     done = subprocess.run(
-        [sys.executable, "-m", "miles_core", "chaos", "--json", *words],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        [sys.executable, "-m", "chaos", "--json", *words],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(PATH)},
         capture_output=True,
         text=True,
         timeout=400,
@@ -48,7 +52,7 @@ def miles_chaos(*words: str, hash_seed: str = "0") -> tuple[int, list[dict[str, 
 
 
 def test_every_seed_keeps_every_invariant() -> None:
-    status, verdicts, summary = miles_chaos("--seeds", str(SEEDS))
+    status, verdicts, summary = chaos("--seeds", str(SEEDS))
     broken = [
         (verdict["seed"], verdict["problems"], verdict["happened"]) for verdict in verdicts if not verdict["sound"]
     ]
@@ -60,16 +64,23 @@ def test_every_seed_keeps_every_invariant() -> None:
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
-    one, other = (miles_chaos("--seed", "7", "--seeds", "6", hash_seed=hash_seed)[1] for hash_seed in ("1", "2"))
+    one, other = (chaos("--seed", "7", "--seeds", "6", hash_seed=hash_seed)[1] for hash_seed in ("1", "2"))
     assert one == other
     assert sum(verdict["events"] for verdict in one) > 1000
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_seeds_prove_nothing(count: str) -> None:
+    status, verdicts, words = chaos("--seeds", count)
+    assert (status, verdicts) == (2, [])
+    assert f"--seeds is {count}" in words
 
 
 def test_the_limits_of_a_configuration_are_played(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text(
         "[run]\nsteps = 3\n[rollout]\ngroup_size = 2\ngroups_per_step = 2\nmax_staleness = 0\n"
     )
-    status, (verdict,), _ = miles_chaos("@", "quickstart", "@", str(tmp_path / "my.toml"), "--seed", "1")
+    status, (verdict,), _ = chaos("@", "quickstart", "@", str(tmp_path / "my.toml"), "--seed", "1")
     assert (status, verdict["sound"]) == (0, True)
 
 
@@ -105,14 +116,14 @@ def plant_admission_before_the_spool() -> None:
 
 def plant_cursor_without_what_runs() -> None:
     """The position in the data is kept, what was under way at that position is not."""
-    whole = takeup.take_up
+    whole = resume_state.resume_state
 
     def only_finished(*args: Any, **kwargs: Any) -> Any:
         resume = whole(*args, **kwargs)
         kept = tuple(group for group in resume.groups if group.ref is not None)
         return replace(resume, groups=kept, counts=replace(resume.counts, in_flight=len(kept)))
 
-    patch(rl, take_up=only_finished)
+    patch(rl, resume_state=only_finished)
 
 
 def plant_cursor_of_the_last_commit() -> None:
@@ -123,23 +134,14 @@ def plant_cursor_of_the_last_commit() -> None:
 def plant_late_snapshot() -> None:
     """A checkpoint holds the trainer as it is when it is written, not when it was due."""
 
-    async def begin_save(self: Any, path: Path) -> None:
-        write = self._write
-
+    async def begin_save(self: Gang, path: Path) -> None:
         async def late() -> None:
             await self._world.wait(20.0)
-            await write(path, json.dumps(dataclasses.asdict(self._now)))
+            await self.write(path, json.dumps(dataclasses.asdict(self.now)))
 
         self._writing = asyncio.create_task(late())
 
-    ranks = trainers._Ranks
-    init = ranks.__init__
-
-    def with_late(self: Any, *args: Any) -> None:
-        init(self, *args)
-        self._methods = {**self._methods, "begin_save": (lambda path: begin_save(self, path), 0.5)}
-
-    patch(ranks, __init__=with_late)
+    patch(Gang, begin_save=begin_save)
 
 
 def recorded_versions(_: OpenGroup, oldest: int | None, newest: int | None) -> tuple[int, int] | None:
@@ -153,8 +155,6 @@ def plant_versions_as_recorded() -> None:
 
 def plant_engine_left_behind() -> None:
     """A push reports an engine that kept its old weights under the new name."""
-    from miles_core.chaos.engines import ScriptedServer
-
     serve = ScriptedServer.serve
 
     def stubborn(self: Any, node: int, version: int) -> None:
@@ -182,13 +182,13 @@ def plant_lost_credit() -> None:
 
 def plant_same_attempt() -> None:
     """What runs again runs under the numbers that it ran under before."""
-    whole = takeup.take_up
+    whole = resume_state.resume_state
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
         resume = whole(*args, **kwargs)
         return replace(resume, groups=tuple(replace(group, attempt=0) for group in resume.groups))
 
-    patch(rl, take_up=lowered)
+    patch(rl, resume_state=lowered)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_failing_seed_tells_its_faults_the_invariant_and_the_story_of_the_grou
     assert "the driver is killed" in text or "trainer" in text or "Ctrl-C" in text
     assert "was opened 2 times" in text
     assert f"Group {small.problems[0].group}" in text
-    assert f"again: miles chaos --seed {small.seed}" in text
+    assert f"again: make chaos SEED={small.seed}" in text
 
 
 # ---- what it is made of

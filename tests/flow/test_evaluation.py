@@ -1,4 +1,4 @@
-"""Whole runs with evaluation, over scripted parts on a virtual clock: points at their steps, rows, ledger, summary."""
+"""Whole runs with evaluation, over scripts on a virtual clock: points at their steps, rows, ledger, summary."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from miles_core.chaos.clock import VirtualLoop, run
-from miles_core.chaos.faults import Fault
-from miles_core.chaos.parts import ScriptedParts
-from miles_core.chaos.record import Record
-from miles_core.chaos.settings import draw_config
-from miles_core.chaos.start import open_run_dir
-from miles_core.chaos.world import World
+from chaos.clock import VirtualLoop, run
+from chaos.faults import Fault
+from chaos.processes import scripted
+from chaos.record import Record
+from chaos.settings import draw_config
+from chaos.start import open_run_dir
+from chaos.world import World
 from miles_core.config import Config, DatasetConfig, EvalConfig
 from miles_core.durable.ledger import LEDGER, query
-from miles_core.evaluation.dedicated import EvalServing
 from miles_core.monitor import build_monitor, read_metrics
-from miles_core.run.rl import RLRun
+from miles_core.run import rl
 from miles_rollout.dispatch import GroupRequest, RunGroup
 from miles_rollout.engines import EngineStartError
 from miles_tito.records import Outcome, Prompt
@@ -33,19 +33,6 @@ def make_config(**fields: Any) -> Config:
     config = draw_config(3)
     rollout = replace(config.rollout, put_policy="mask", take_policy="mask", stragglers="wait", oversampling=1.0)
     return replace(config, run=replace(config.run, steps=STEPS), rollout=rollout, eval=EvalConfig(**fields))
-
-
-class Parts(ScriptedParts):
-    """Scripted parts, with scripted engines of their own for evaluation."""
-
-    serving: tuple[Serving, ...] = ()
-    is_broken = False
-
-    def evaluation(self, model: Path) -> EvalServing:
-        if self.is_broken:
-            return Broken()
-        self.serving = (*self.serving, Serving())
-        return self.serving[-1]
 
 
 class Broken:
@@ -119,19 +106,25 @@ class Played:
         world = World(seed=3, start=0, faults=faults, record=record)
         record.new_weights(parent=-1, version=0)
         self.run_dir = open_run_dir(root)
-        self.parts = Parts(world, config, run_dir=self.run_dir)
-        self.parts.is_broken = is_broken
+        self.serving: list[Serving] = []
         monitor = build_monitor(config.monitor, run_dir=self.run_dir.path, total_steps=config.run.steps)
         loop = VirtualLoop(on_event=lambda number: None, disk_s=lambda: 0.01, patience_s=100_000.0)
 
         async def main() -> dict[str, Any]:
             world.main = asyncio.current_task()
-            rl = RLRun(config, run_dir=self.run_dir, monitor=monitor, parts=self.parts)
-            await rl.run()
-            return rl.summary()
+            running = rl.RLRun(config, run_dir=self.run_dir, monitor=monitor)
+            await running.run()
+            return running.summary()
+
+        def make(*_: Any, **__: Any) -> Any:
+            if is_broken:
+                return Broken()
+            self.serving.append(Serving())
+            return self.serving[-1]
 
         try:
-            self.summary = run(main(), loop)
+            with scripted(world, config), patch.object(rl, "EvalEngines", make):
+                self.summary = run(main(), loop)
         finally:
             loop.close()
         self.rows = {int(row["step"]): row for row in read_metrics(self.run_dir.path)}
@@ -165,7 +158,7 @@ def test_training_does_not_wait_for_engines_of_the_evaluations_own(tmp_path: Pat
     for version, score in scored.items():
         assert played.rows[version]["eval/score"] == pytest.approx(score)
     assert played.rows[0]["eval/lag_steps"] > 0
-    (serving,) = played.parts.serving
+    (serving,) = played.serving
     assert serving.stopped
     assert serving.loaded == sorted(scored)
     assert list((played.run_dir.evaluations / "snapshots").iterdir()) == []

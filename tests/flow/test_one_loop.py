@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_core.batching import AdvantagesByEpisode, Trained, plan_ranks
 from miles_core.monitor import RunSummary
 from miles_core.run import loop
-from miles_core.run.batching import AdvantagesByEpisode, RankWork, plan_ranks
 from miles_rollout import (
     BufferClosedError,
     Fate,
@@ -36,7 +36,7 @@ RANKS = 2
 
 @dataclass(kw_only=True)
 class ScriptedTrainer:
-    """Two ranks that only look at what they were given; also the sync and the monitor of the run."""
+    """Two ranks that only look at what they were given; also the engines and the monitor of the run."""
 
     sessions: ScriptedSessions
     step_s: float = 1.0
@@ -46,10 +46,8 @@ class ScriptedTrainer:
     trained: list[str] = field(default_factory=list)
     logged: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
-    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
-        return plan_ranks(groups, advantages=advantages, token_budget=64, ranks=RANKS, minibatches=1)
-
-    async def train(self, work: Sequence[RankWork]) -> loop.Trained:
+    async def train(self, groups: Sequence[GroupRef], *, advantages: AdvantagesByEpisode) -> Trained:
+        work = plan_ranks(groups, advantages=advantages, token_budget=64, ranks=RANKS, minibatches=1)
         assert len({len(step.micro_batches) for rank in work for step in rank.steps}) == 1, "a rank would wait for ever"
         for rank in work:
             for row in (row for step in rank.steps for rows in step.micro_batches for row in rows):
@@ -59,7 +57,7 @@ class ScriptedTrainer:
         await asyncio.sleep(self.step_s)
         if self.broken == "train" and self.version == 2:
             raise FloatingPointError("the loss is nan")
-        return loop.Trained(version=self.version + 1, metrics={})
+        return Trained(version=self.version + 1, metrics={})
 
     async def push(self, version: int) -> dict[str, float]:
         if self.broken == "push" and version == 3:
@@ -143,9 +141,10 @@ class Flow:
                     spool=self.spool,
                 ),
                 buffer=self.buffer,
-                trainer=self.trainer,
-                sync=self.trainer,
-                advantages=partial(advantages_by_episode, advantage=self.config.advantage),
+                train=partial(
+                    self.trainer.train, advantages=partial(advantages_by_episode, advantage=self.config.advantage)
+                ),
+                push=self.trainer.push,
                 monitor=self.trainer,
                 steps=self.steps,
                 on_step=self.on_step,

@@ -49,9 +49,9 @@ def check(command: Command, *, steps: int) -> list[tuple[str, str, str]]:
 def test_a_run_whose_worker_and_session_server_are_killed_goes_on(miles: Callable[..., Command]) -> None:
     command = miles(*AWAKE, "--run.steps", "30")
     command.wait_until(lambda: command.steps >= 2)
-    process(command, "ray::WorkerActor").kill()
+    process(command, "ray::RolloutWorker").kill()
     after(command, 3)
-    process(command, "ray::SessionActor").kill()
+    process(command, "ray::SessionServer").kill()
     after(command, 3)
     happened = check(command, steps=30)
     assert ("worker", "worker-0", "gone, started again: its process died") in happened

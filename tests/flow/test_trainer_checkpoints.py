@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from miles_core.cluster import cluster
-from miles_core.cluster.trainers import Trainers
+from miles_core.cluster import TrainerRanks, cluster
 from miles_core.config import RayConfig
 from miles_rollout.advantages import advantages_by_episode
 from miles_tito.records import Episode, Group, Outcome, Trajectory, VersionSpan
@@ -66,14 +65,13 @@ def groups(seed: int) -> list[GroupRef]:
     return made
 
 
-async def step(trainers: Trainers, seed: int) -> Any:
-    work = trainers.plan(groups(seed), partial(advantages_by_episode, advantage="dr_grpo"))
-    return await trainers.train(work)
+async def step(trainers: TrainerRanks, seed: int) -> Any:
+    return await trainers.train(groups(seed), advantages=partial(advantages_by_episode, advantage="dr_grpo"))
 
 
 async def play(model: Path, folder: Path) -> None:
     async with cluster(RayConfig(num_cpus=2)):
-        trainers = Trainers(CONFIG)
+        trainers = TrainerRanks(CONFIG)
         await trainers.setup(CONFIG, model)
         await step(trainers, 1)
         await trainers.begin_save(folder / "at-1")

@@ -36,18 +36,18 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
     packed = serving_folder(recipe, model=model, out=tmp_path / "codes")
     options = {"skip-tokenizer-init": True, "mem-fraction-static": 0.3}
     config = EngineConfig(device="cuda", dtype="bfloat16", context_length=512, options=options)
-    rank = TrainerRank(rank=0, recipe=recipe)
+    rank = TrainerRank(rank=0, recipe=recipe, fetch=list)
     with EngineServer(config, model_path=packed, log_path=tmp_path / "engine.log") as server, closing(rank):
         training = TrainConfig(
             device="cuda", dtype="bfloat16", fsdp=FSDPConfig(layout="padded"), optimizer=OptimizerConfig(lr=1e-3)
         )
-        rank.setup(config=training, model=model, init_method=None)
+        rank.setup(training, model, None)
         lm: Any = rank._trainer._state.model.lm
         with torch.no_grad():  # new weights, which only a push can have brought
             for parameter in lm.parameters():
                 parameter.mul_(1.01)
         # The layout of codes is not known to the checksums.
-        rank.connect(engines=[server.url], config=PushConfig(dtype="keep", verify="none"))
+        rank.connect([server.url], PushConfig(dtype="keep", verify="none"))
         assert not rank.push(1, [server.url]).failed
         ids = torch.randint(3, 512, (96,), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

@@ -104,9 +104,9 @@ def test_after_a_push_the_engine_computes_what_the_trainer_computes_with(
     ids = torch.tensor(tokens)
     for version, format in enumerate(FORMATS[kind], start=1):
         recipe = Recipe(format=format, quantize_activations=False)
-        rank = TrainerRank(rank=0, recipe=recipe)
-        rank.setup(config=TRAINING, model=model, init_method=None)
-        rank.connect(engines=[server.url], config=PushConfig())
+        rank = TrainerRank(rank=0, recipe=recipe, fetch=list)
+        rank.setup(TRAINING, model, None)
+        rank.connect([server.url], PushConfig())
         pushed = rank.push(version, [server.url])
         assert not pushed.failed
         trainer: Any = rank._trainer

@@ -34,7 +34,7 @@ def test_a_run_goes_on_from_its_last_commit_when_a_trainer_rank_dies_and_when_ev
 ):
     first = start(*QUICK, "--run.steps", str(STEPS), "--checkpoint.every", "2")
     first.wait_until("three steps", lambda: first.steps >= 3)
-    first.named("ray::TrainerActor").kill()
+    first.named("ray::TrainerRank").kill()
     first.wait_until("new trainer ranks", lambda: first.says("The trainer goes on from the last commit"))
     first.wait_until("steps of theirs", lambda: first.steps >= 7)
     engines_started = first.log.count("starting → healthy")

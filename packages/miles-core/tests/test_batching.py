@@ -9,7 +9,7 @@ import pytest
 from core_records import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_core.run.batching import RankWork, plan_ranks
+from miles_core.batching import RankWork, plan_ranks
 from miles_tito.records import Group
 from miles_tito.records.summary import GroupRef, summarize
 from miles_train.errors import BatchError, PackingError

@@ -123,9 +123,9 @@ def test_a_run_does_not_go_on_in_another_precision():
 
 
 def test_a_rank_trains_on_sends_and_exports_the_same_values(model: Path, tmp_path: Path):
-    rank = TrainerRank(rank=0, recipe=PLAIN)
+    rank = TrainerRank(rank=0, recipe=PLAIN, fetch=list)
     try:
-        rank.setup(config=CONFIG, model=model, init_method=None)
+        rank.setup(CONFIG, model, None)
         trainer: Any = rank._trainer  # pyright: ignore[reportPrivateUsage]
         sent = {shard.name: shard.tensor for shard in serving_shards(trainer, PLAIN.for_model(2))}
         master = {shard.name: shard.tensor.clone() for shard in trainer.shards()}
@@ -155,9 +155,9 @@ def test_a_rank_trains_on_sends_and_exports_the_same_values(model: Path, tmp_pat
 
 
 def test_a_recipe_that_does_not_fit_the_model_ends_the_set_up(model: Path):
-    rank = TrainerRank(rank=0, recipe=Recipe(format="nvfp4", quantize_activations=False))
+    rank = TrainerRank(rank=0, recipe=Recipe(format="nvfp4", quantize_activations=False), fetch=list)
     with pytest.raises(QuantError, match="quantises none of the model's"):
-        rank.setup(config=CONFIG, model=model, init_method=None)
+        rank.setup(CONFIG, model, None)
     rank.close()
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from core_records import VOCAB, make_group
 from miles_core.actors.trainer_rank import TrainerRank
-from miles_core.run.batching import RankWork, plan_ranks
+from miles_core.batching import RankWork, plan_ranks
 from miles_rollout.advantages import advantages_by_episode
 from miles_tito.records import Episode, Group, Trajectory
 from miles_tito.records.summary import summarize
@@ -54,7 +54,7 @@ def reference(model: Path) -> torch.nn.Module:
 
 @pytest.fixture
 def rank() -> Iterator[TrainerRank]:
-    made = TrainerRank(rank=0)
+    made = TrainerRank(rank=0, fetch=list)
     yield made
     made.close()
 
@@ -99,9 +99,9 @@ def work_of(groups: Sequence[Group], *, token_budget: int) -> RankWork:
 
 
 def grad_norm(rank: TrainerRank, model: Path, groups: Sequence[Group], config: TrainConfig) -> float:
-    rank.setup(config=config, model=model, init_method=None)
+    rank.setup(config, model, None)
     work = work_of(groups, token_budget=config.token_budget)
-    return rank.train(work, list(work.handles)).metrics["optimizer/grad_norm"]
+    return rank.train(work).metrics["optimizer/grad_norm"]
 
 
 def closed_form(reference: Any, groups: Sequence[Group], *, normalization: Normalization) -> float:
@@ -172,9 +172,9 @@ def test_an_episode_told_as_two_trajectories_has_the_gradient_of_one(
 
 
 def test_each_batch_is_a_new_version_with_its_counts(rank: TrainerRank, model: Path, groups: list[Group]) -> None:
-    rank.setup(config=settings(), model=model, init_method=None)
+    rank.setup(settings(), model, None)
     work = work_of(groups, token_budget=WHOLE)
-    trained = [rank.train(work, list(work.handles)) for _ in range(2)]
+    trained = [rank.train(work) for _ in range(2)]
     assert [one.version for one in trained] == [1, 2]
     assert trained[0].metrics["batch/episodes"] == 5, "the failed one is not trained"
     assert trained[0].metrics["logprob_gap/max"] < 1e-4, "these weights sampled the tokens"
@@ -184,11 +184,11 @@ def test_each_batch_is_a_new_version_with_its_counts(rank: TrainerRank, model: P
 def test_setup_starts_over_with_another_model_in_the_same_process(
     rank: TrainerRank, model: Path, groups: list[Group], tmp_path: Path
 ) -> None:
-    rank.setup(config=settings(), model=model, init_method=None)
+    rank.setup(settings(), model, None)
     work = work_of(groups, token_budget=WHOLE)
-    rank.train(work, list(work.handles))
+    rank.train(work)
     rank.export(tmp_path / "warm")
-    rank.setup(config=settings(), model=tmp_path / "warm", init_method=None)
-    again = rank.train(work, list(work.handles))
+    rank.setup(settings(), tmp_path / "warm", None)
+    again = rank.train(work)
     assert again.version == 1
     assert again.metrics["logprob_gap/max"] > 1e-3, "it starts from what was trained before"

@@ -12,16 +12,19 @@ from miles_core.durable import rundir
 from miles_core.durable.checkpoints import Checkpoints
 from miles_core.durable.ledger import Ledger
 from miles_core.monitor import JsonlMonitor
-from miles_core.run.resume import ResumeError
-from miles_core.run.rl import RLRun
+from miles_core.run import rl
+from miles_core.run.changes import ResumeError
 from miles_rollout.fates import Fate, FateEvent
 
 
-class NoParts:
-    """Says when the run has got as far as to start its parts."""
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says when the run has got as far as to start its processes."""
 
-    def tell(self, note: Any) -> None:
-        raise LookupError("the parts are started")
+    def started(*_: Any, **__: Any) -> Any:
+        raise LookupError("the processes are started")
+
+    monkeypatch.setattr(rl, "started", started)
 
 
 @pytest.fixture
@@ -40,14 +43,13 @@ def left(tmp_path: Path) -> rundir.RunDir:
 
 def begin(run_dir: rundir.RunDir, *, accept_changes: bool = False) -> None:
     monitor = JsonlMonitor(run_dir.path)
-    run = RLRun(Config(), run_dir=run_dir, monitor=monitor, parts=NoParts(), accept_changes=accept_changes)  # pyright: ignore[reportArgumentType]
-    asyncio.run(run.run())
+    asyncio.run(rl.RLRun(Config(), run_dir=run_dir, monitor=monitor, accept_changes=accept_changes).run())
 
 
 def test_committed_steps_are_never_undone_without_a_word(left: rundir.RunDir) -> None:
     with pytest.raises(ResumeError, match=r"Step 2 is committed, but .* is of step 0: 2 committed steps.*--accept"):
         begin(left)
-    with pytest.raises(LookupError, match="the parts are started"):
+    with pytest.raises(LookupError, match="the processes are started"):
         begin(left, accept_changes=True)
 
 
@@ -55,5 +57,5 @@ def test_a_run_whose_checkpoint_is_there_begins(left: rundir.RunDir) -> None:
     checkpoints = Checkpoints(left.checkpoints)
     checkpoints.begin(2)
     checkpoints.complete(2, {})
-    with pytest.raises(LookupError, match="the parts are started"):
+    with pytest.raises(LookupError, match="the processes are started"):
         begin(left)

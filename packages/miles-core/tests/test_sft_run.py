@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_ray import FakeActor, FakeRay
 from miles_core.actors.trainer_rank import TrainerRank
+from miles_core.cluster import remote
 from miles_core.config import CheckpointConfig, Config, ModelConfig, RunConfig, SftConfig
 from miles_core.durable import rundir
 from miles_core.monitor import MonitorConfig, build_monitor, read_metrics
-from miles_core.run import sft
-from miles_core.run.batching import RankWork, plan_ranks
-from miles_core.run.demonstrations import SupervisedSource
-from miles_core.run.loop import Trained
-from miles_core.run.resume import ResumeError
+from miles_core.run.changes import ResumeError
 from miles_core.run.sft import SftRun
-from miles_rollout.dispatch import GroupRequest
 from miles_train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from miles_train.errors import CheckpointError
 from miles_train.models import build_tiny
@@ -32,65 +28,20 @@ class Stopped(Exception):
     """The process ends here."""
 
 
-class LocalTrainers:
-    """One trainer rank in this process."""
+class Local(FakeRay):
+    """The trainer rank and the demonstrations in this process; it ends behind the step `stop_at`."""
 
-    def __init__(self, config: TrainConfig, model: Path, *, stop_at: int | None) -> None:
-        self._config, self._model, self._stop_at = config, model, stop_at
-        self._rank = TrainerRank(rank=0)
+    def __init__(self, stop_at: int | None) -> None:
+        super().__init__()
+        self._stop_at = stop_at
 
-    async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
-        return self._model
-
-    async def setup(self, config: TrainConfig, model: Path) -> object:
-        self._config = config
-        return self._rank.setup(config=config, model=model, init_method=None)
-
-    def plan(self, groups: Sequence[Any], advantages: Any) -> list[RankWork]:
-        return plan_ranks(groups, advantages=advantages, token_budget=self._config.token_budget, ranks=1, minibatches=1)
-
-    async def train(self, work: Sequence[RankWork]) -> Trained:
-        trained = await asyncio.to_thread(self._rank.train, work[0], list(work[0].handles))
-        if trained.version == self._stop_at:
+    async def run(self, actor: FakeActor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "finish_save":
+            return await asyncio.to_thread(actor.held.finish_save)
+        result = await super().run(actor, name, args, kwargs)
+        if name == "train" and result.version == self._stop_at:
             raise Stopped
-        return trained
-
-    async def begin_save(self, path: Path) -> None:
-        self._rank.begin_save(path)
-
-    async def finish_save(self) -> None:
-        await asyncio.to_thread(self._rank.finish_save)
-
-    async def load(self, path: Path) -> None:
-        self._rank.load(path)
-
-    async def export(self, path: Path) -> None:
-        self._rank.export(path)
-
-    async def stop(self) -> None:
-        self._rank.close()
-
-
-class LocalSource:
-    """The demonstrations as their actor answers."""
-
-    def __init__(self) -> None:
-        self._source: SupervisedSource | None = None
-        self.open, self.run_group = _Remote(self._open), _Remote(self._run_group)
-
-    async def _open(self, config: SftConfig, *, skip: int, **known: Any) -> dict[str, Any]:
-        self._source = SupervisedSource(config, store=lambda group: group, **known)
-        self._source.skip(skip)
-        return self._source.fingerprint()
-
-    async def _run_group(self, request: GroupRequest) -> Any:
-        assert self._source is not None
-        return self._source.group(request)
-
-
-class _Remote:
-    def __init__(self, call: Any) -> None:
-        self.remote = call
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +77,10 @@ class Runs:
             assert made.lock is not None
             made.lock.release()
         run_dir = rundir.RunDir(path=self.path)
-        parts: Any = type(
-            "Parts", (), {"trainers": lambda _: LocalTrainers(config.train, self._model, stop_at=stop_at)}
-        )
+        remote.ray = Local(stop_at)  # pyright: ignore[reportAttributeAccessIssue]  (the fixture puts it back)
+        config = replace(config, model=ModelConfig(path=str(self._model)))
         monitor = build_monitor(MonitorConfig(console="off"), run_dir=self.path, total_steps=config.sft.steps)
-        run = SftRun(config, run_dir=run_dir, monitor=monitor, parts=parts(), accept_changes=accept_changes)
+        run = SftRun(config, run_dir=run_dir, monitor=monitor, accept_changes=accept_changes)
         asyncio.run(run.run())
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -142,7 +92,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sft, "spawn", lambda actor: LocalSource)
+    monkeypatch.setattr(remote, "ray", None)
     return lambda name: Runs(tmp_path / name, model)
 
 

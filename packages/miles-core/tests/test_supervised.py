@@ -85,12 +85,14 @@ def tokenizer(request: pytest.FixtureRequest) -> Path:
 def make_source(monkeypatch: pytest.MonkeyPatch) -> MakeSource:
     """A source over conversations, whose groups are their own handles."""
 
-    def make(conversations: Any, tokenizer: Path, *, seed: int = 0, **args: Any) -> SupervisedSource:
+    def make(conversations: Any, tokenizer: Path, *, seed: int = 0, skip: int = 0, **args: Any) -> SupervisedSource:
         module: Any = types.ModuleType("demonstrations")
         module.read = lambda: conversations
         monkeypatch.setitem(sys.modules, "demonstrations", module)
         config = SftConfig(steps=1, data="demonstrations:read", data_args=args)
-        return SupervisedSource(config, tokenizer=tokenizer, family="auto", seed=seed, store=lambda group: group)
+        source = SupervisedSource(config, seed=seed, store=lambda group: group)
+        source.open(tokenizer=tokenizer, family="auto", skip=skip)
+        return source
 
     return make
 
@@ -171,8 +173,7 @@ def test_an_epoch_shows_each_conversation_once_in_an_order_of_its_own(make_sourc
 @pytest.mark.parametrize("skipped", [0, 7, 12, 31])
 def test_a_resumed_source_goes_on_where_the_first_one_was(make_source: MakeSource, tiny: Path, skipped: int) -> None:
     many = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}"}] for i in range(12)]
-    unbroken, resumed = make_source(many, tiny), make_source(many, tiny)
-    resumed.skip(skipped)
+    unbroken, resumed = make_source(many, tiny), make_source(many, tiny, skip=skipped)
     if skipped:
         draw(unbroken, skipped)
     expected, got = draw(unbroken, 9)[1], draw(resumed, 9)[1]

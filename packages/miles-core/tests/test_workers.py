@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from miles_core.actors import rollout_worker as workers
 from miles_core.actors.rollout_worker import EnvError, RolloutWorker, build_env
-from miles_core.actors.session_server import SessionServer
+from miles_core.actors.session_server import SessionServer, SessionSettings
 from miles_core.config import EnvConfig
 from miles_core.durable.spool import SpoolAddress, SpoolError, read_group, read_groups
 from miles_rollout.config import RolloutConfig
@@ -80,34 +80,37 @@ def test_what_is_no_environment_is_told(
         build_env(EnvConfig(target=target, args=args))
 
 
-def make_worker(folder: Path, env: Any, stored: list[Group] | None = None) -> RolloutWorker:
+async def open_worker(folder: Path, env: Any, stored: list[Group] | None = None) -> RolloutWorker:
     def store(group: Group) -> str:
         if stored is not None:
             stored.append(group)
         return f"stored {group.id}"
 
-    return RolloutWorker(
+    sys.modules["user_env"].ready = env  # pyright: ignore[reportAttributeAccessIssue]
+    worker = RolloutWorker(
         name="worker-0",
-        env=env,
+        env=EnvConfig(target="user_env:ready"),
         config=RolloutConfig(group_size=2, retries=0),
         num_workers=1,
         run_id="run",
         trajectories=folder,
         store=store,
     )
+    await worker.open()
+    return worker
 
 
 async def test_prompts_are_limited_and_an_endless_or_empty_split_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "MOST_PROMPTS", 50)
-    endless, empty = make_worker(tmp_path, Endless()), make_worker(tmp_path, Sums(number=0))
-    assert [prompt.id for prompt in endless.prompts("train", 2)] == ["0", "1"]
-    assert len(endless.prompts("train", 60)) == 60
+    endless, empty = await open_worker(tmp_path, Endless()), await open_worker(tmp_path, Sums(number=0))
+    assert [prompt.id for prompt in await endless.prompts("train", 2)] == ["0", "1"]
+    assert len(await endless.prompts("train", 60)) == 60
     with pytest.raises(EnvError, match=r"more than 50 prompts, maybe without end. .*`num_prompts`"):
-        endless.prompts("train", None)
+        await endless.prompts("train", None)
     with pytest.raises(EnvError, match="no prompts in split 'train'"):
-        empty.prompts("train", None)
+        await empty.prompts("train", None)
     await asyncio.gather(endless.stop(), empty.stop())
 
 
@@ -117,9 +120,9 @@ async def test_the_environment_is_closed_even_if_that_fails(tmp_path: Path) -> N
             raise ConnectionError("the sandbox is gone")
 
     env, stubborn = Sums(), Stubborn()
-    await make_worker(tmp_path, env).stop()
+    await (await open_worker(tmp_path, env)).stop()
     assert env.is_closed
-    worker = make_worker(tmp_path, stubborn)
+    worker = await open_worker(tmp_path, stubborn)
     with pytest.raises(ConnectionError):
         await worker.stop()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -132,9 +135,10 @@ async def sessions(tmp_path: Path) -> AsyncIterator[str]:
     from miles_train.models.tiny_tokenizer import save_tokenizer, train_tokenizer
 
     save_tokenizer(train_tokenizer(0), tmp_path)
-    server = SessionServer(
-        "http://127.0.0.1:9",
-        engines=["http://127.0.0.1:9"],
+    server = SessionServer()
+    settings = SessionSettings(
+        engine_url="http://127.0.0.1:9",
+        engines=("http://127.0.0.1:9",),
         tokenizer=tmp_path,
         family="auto",
         model="tiny",
@@ -142,14 +146,14 @@ async def sessions(tmp_path: Path) -> AsyncIterator[str]:
         api_key="secret",
         state=tmp_path / "sessions",
     )
-    yield await server.start()
+    yield await server.start(settings)
     await server.stop()
 
 
 async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Path, sessions: str) -> None:
     stored: list[Group] = []
-    worker = make_worker(tmp_path / "run", Sums(), stored)
-    worker.connect([sessions], api_key="secret")
+    worker = await open_worker(tmp_path / "run", Sums(), stored)
+    await worker.connect([sessions], api_key="secret")
     ref = await worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2))
     assert (ref.handle.ref, ref.handle.directory) == ("stored g0", tmp_path / "run")
     assert [episode.error is None for episode in ref.episodes] == [False, False], "nothing was sampled"
@@ -161,8 +165,8 @@ async def test_a_group_is_in_the_spool_before_its_reference_leaves(tmp_path: Pat
 
 
 async def test_groups_that_finish_at_once_are_spooled_one_after_the_other(tmp_path: Path, sessions: str) -> None:
-    worker = make_worker(tmp_path / "run", Sums())
-    worker.connect([sessions], api_key="secret")
+    worker = await open_worker(tmp_path / "run", Sums())
+    await worker.connect([sessions], api_key="secret")
     refs = await asyncio.gather(
         *(worker.run_group(GroupRequest(prompt=Prompt(id="p"), group_id=f"g{n}", group_size=1)) for n in range(20))
     )
@@ -173,8 +177,8 @@ async def test_groups_that_finish_at_once_are_spooled_one_after_the_other(tmp_pa
 
 async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: Path, sessions: str) -> None:
     stored: list[Group] = []
-    worker = make_worker(tmp_path / "run", Sums(), stored)
-    worker.connect([sessions], api_key="secret")
+    worker = await open_worker(tmp_path / "run", Sums(), stored)
+    await worker.connect([sessions], api_key="secret")
     ref = await worker.evaluate_group(
         GroupRequest(prompt=Prompt(id="p"), group_id="e0", group_size=1, sampling=Sampling(temperature=0.0))
     )
@@ -186,8 +190,8 @@ async def test_a_group_of_an_evaluation_is_neither_spooled_nor_stored(tmp_path: 
 async def test_conversations_of_an_evaluation_are_kept_in_its_folder(
     tmp_path: Path, sessions: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = make_worker(tmp_path / "run", Sums())
-    worker.connect([sessions], api_key="secret")
+    worker = await open_worker(tmp_path / "run", Sums())
+    await worker.connect([sessions], api_key="secret")
 
     async def evaluate(group_id: str, step: int) -> None:
         folder = tmp_path / "eval" / f"step-{step}"
@@ -211,8 +215,8 @@ async def test_conversations_of_an_evaluation_are_kept_in_its_folder(
 async def test_a_group_that_cannot_be_spooled_is_an_error_and_not_lost_quietly(
     tmp_path: Path, sessions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = make_worker(tmp_path / "run", Sums())
-    worker.connect([sessions], api_key="secret")
+    worker = await open_worker(tmp_path / "run", Sums())
+    await worker.connect([sessions], api_key="secret")
 
     def full(group: Group) -> SpoolAddress:
         raise SpoolError("Cannot spool group g0")

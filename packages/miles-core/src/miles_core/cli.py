@@ -153,18 +153,8 @@ def _ledger(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _chaos(options: argparse.Namespace, words: list[str]) -> int:
-    from miles_tito.errors import MilesError
-
-    from .chaos.command import main as chaos
-
-    if options.seeds < 1:
-        raise MilesError(f"--seeds is {options.seeds}; nothing would be played and nothing shown. Say 1 or more.")
-    config = None
-    if words:
-        from .config.load import load_config
-
-        config = load_config(words, kind="rl").config
-    return DONE if chaos(options.seed, options.seeds, config, words=words, as_json=options.json) else FAILED
+    print("`miles chaos` is `make chaos SEEDS=200` in a checkout of Miles: it is part of the tests.", file=sys.stderr)
+    return WRONG
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -258,7 +248,4 @@ def _add_readers(add: Callable[..., argparse.ArgumentParser]) -> None:
     why.add_argument("id", metavar="ID", help="of a prompt, group, episode or sample; its beginning is enough")
     ledger.add_argument("--sql", metavar="SELECT", help="a query of yours over the ledger's tables, instead")
     ledger.add_argument("--json", action="store_true", help="print JSON")
-    chaos = add("chaos", _chaos, "break scripted runs on purpose and prove that nothing is lost or trained twice")
-    chaos.add_argument("--seed", type=int, default=0, metavar="S", help="decides what breaks and when; 0 by default")
-    chaos.add_argument("--seeds", type=int, default=1, metavar="N", help="play N seeds from S on")
-    chaos.add_argument("--json", action="store_true", help="print a line of JSON for each seed")
+    add("chaos", _chaos, "moved: `make chaos`, in a checkout of Miles")

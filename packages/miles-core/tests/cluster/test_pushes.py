@@ -1,18 +1,14 @@
 """A push that misses an engine is a success for the others; the engine is dead until it gets the version alone."""
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from miles_core.actors.trainer_rank import Pushed
-from miles_core.cluster import trainers as trainers_module
-from miles_core.cluster.trainers import Trainers
-from miles_core.parts import TrainerLost
+from fake_ray import FakeRay
+from miles_core.actors.trainer_rank import Pushed, TrainerRank
+from miles_core.cluster import TrainerRanks, remote
 from miles_rollout.engines import EngineState, HealthConfig, Supervisor
 from miles_tito.errors import EngineError
 from miles_train.config import TrainConfig
@@ -54,15 +50,15 @@ class Around:
 
 
 class Fleet:
-    """A supervised fleet, and trainer ranks whose pushes fail as `failing` says."""
+    """A supervised fleet, and a trainer rank whose pushes fail as `failing` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(trainers_module, "_make_ranks", lambda *_: [None])
+        self.ray = FakeRay({TrainerRank: lambda **_: self})
+        monkeypatch.setattr(remote, "ray", self.ray)
         self.failing: dict[str, int] = {}
         """How often the push to an engine still fails."""
         self.pushes: list[tuple[int, tuple[str, ...]]] = []
-        self.trainers = Trainers(TrainConfig())
-        self.trainers._each = self._each
+        self.trainers = TrainerRanks(TrainConfig())
         self.supervisor = Supervisor(
             [Server(FIRST), Server(SECOND)],
             routing=Around(),
@@ -70,19 +66,18 @@ class Fleet:
             sync=self.trainers.sync,
             config=HealthConfig(backoff_s=0.001, backoff_max_s=0.001),
         )
-        self.trainers.push_to(lambda: self.supervisor)
         self.supervisor.started()
-        self.is_lost = False
 
-    async def _each(self, method: str, args_R: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if self.is_lost:
-            raise TrainerLost("rank 0 died")
-        version, engines = args_R[0]
+    def push(self, version: int, engines: Sequence[str]) -> Pushed:
+        """As the rank answers."""
         self.pushes.append((version, tuple(engines)))
         failed = [url for url in engines if self.failing.get(url, 0) > 0]
         for url in failed:
             self.failing[url] -= 1
-        return [Pushed(failed=dict.fromkeys(failed, "load: refused"))]
+        return Pushed(failed=dict.fromkeys(failed, "load: refused"))
+
+    async def push_all(self, version: int) -> dict[str, float]:
+        return await self.trainers.push(version, engines=self.supervisor)
 
 
 @pytest.fixture
@@ -92,7 +87,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 async def test_an_engine_that_fails_once_is_pushed_to_again_and_serves_on(fleet: Fleet):
     fleet.failing = {FIRST: 1}
-    metrics = await fleet.trainers.push(0)
+    metrics = await fleet.push_all(0)
     assert fleet.pushes == [(0, (FIRST, SECOND)), (0, (FIRST,))]
     assert fleet.supervisor.serving == (FIRST, SECOND)
     assert (metrics["sync/retries"], metrics["sync/failed_engines"]) == (1.0, 0.0)
@@ -100,7 +95,7 @@ async def test_an_engine_that_fails_once_is_pushed_to_again_and_serves_on(fleet:
 
 async def test_an_engine_that_fails_twice_is_dead_and_then_gets_the_version_alone(fleet: Fleet):
     fleet.failing = {FIRST: 2}
-    metrics = await fleet.trainers.push(0)
+    metrics = await fleet.push_all(0)
     assert metrics["sync/failed_engines"] == 1.0
     assert fleet.supervisor.serving == (SECOND,)
     running = asyncio.create_task(fleet.supervisor.run())
@@ -112,9 +107,9 @@ async def test_an_engine_that_fails_twice_is_dead_and_then_gets_the_version_alon
 
 
 async def test_a_push_that_reaches_nobody_waits_for_an_engine_to_come_back(fleet: Fleet):
-    await fleet.trainers.push(0)
+    await fleet.push_all(0)
     fleet.failing = {FIRST: 2, SECOND: 2}
-    push = asyncio.create_task(fleet.trainers.push(1))
+    push = asyncio.create_task(fleet.push_all(1))
     running = asyncio.create_task(fleet.supervisor.run())
     assert (await push)["sync/failed_engines"] == 2.0
     assert fleet.supervisor.serving
@@ -125,11 +120,13 @@ async def test_a_push_that_reaches_nobody_waits_for_an_engine_to_come_back(fleet
 async def test_the_first_push_of_a_run_that_reaches_nobody_ends_it_with_the_reason(fleet: Fleet):
     fleet.failing = {FIRST: 2, SECOND: 2}
     with pytest.raises(SyncError, match="Version 0 reached no engine: http://one failed in load: refused; http://two"):
-        await fleet.trainers.push(0)
+        await fleet.push_all(0)
 
 
 async def test_a_lost_trainer_does_not_end_the_supervision_of_an_engine(fleet: Fleet):
-    await fleet.trainers.push(0)
-    fleet.is_lost = True
-    with pytest.raises(EngineError, match="version 0 was not sent to http://one: rank 0 died"):
+    await fleet.push_all(0)
+    fleet.ray.actors[0].die()
+    with pytest.raises(
+        EngineError, match="version 0 was not sent to http://one: The process of trainer rank 0 died in `push`"
+    ):
         await fleet.trainers.sync(FIRST)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from miles_core.actors.rollout_worker import WORKER_LOST
-from miles_core.cluster import respawn, workers
-from miles_core.cluster.respawn import PartLostError
-from miles_core.cluster.workers import Workers
+from fake_ray import FakeActor, FakeRay
+from miles_core.actors.rollout_worker import WORKER_LOST, RolloutWorker
+from miles_core.cluster import RolloutWorkers, remote
+from miles_core.cluster.remote import ProcessLostError
 from miles_core.config import Config
 from miles_core.durable.rundir import RunDir
 from miles_rollout.buffer import GroupBuffer
@@ -21,61 +21,48 @@ from miles_rollout.config import RolloutConfig
 from miles_rollout.dispatch import GroupRequest
 from miles_rollout.fates import Fate
 from miles_tito.records import Prompt
-from ray.exceptions import RayActorError
 
 
-class Method:
-    """A remote method; a dead actor's raises."""
+class Rollout:
+    """Stands where the object of a worker's process does."""
 
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor = actor
-        self._name = name
+    async def open(self) -> None: ...
 
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        return self._actor.call(self._name, args)
+    async def pause(self, is_paused: bool) -> None: ...
 
 
-class Actor:
-    """Stands where a worker actor does."""
+class Deadly(FakeRay):
+    """Worker processes that some groups kill, and with them all that runs there."""
 
-    def __init__(self, deadly: set[str], made: list[Actor]) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self._deadly = deadly
-        self._died = asyncio.Event()
-        made.append(self)
+    def __init__(self) -> None:
+        super().__init__({RolloutWorker: lambda **_: Rollout()})
+        self.deadly: set[str] = set()
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(self, name)
-
-    async def call(self, name: str, args: tuple[Any, ...]) -> Any:
-        self.calls.append((name, args))
+    async def run(self, actor: FakeActor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name != "run_group":
-            return None
+            return await super().run(actor, name, args, kwargs)
         (request,) = args
-        if request.group_id in self._deadly:
-            self._died.set()
-        if self._deadly:
-            await self._died.wait()
-            raise RayActorError
-        return f"group {request.group_id} attempt {request.attempt}"
+        group = request.group_id
+        if group in self.deadly:
+            actor.die()
+        if self.deadly:
+            await asyncio.Event().wait()
+        return f"group {group} attempt {request.attempt}"
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Workers over fake actors, the actors made so far, and the groups that kill the process they run in."""
-
-    made: list[Actor] = []
-    deadly: set[str] = set()
+    """Workers over processes that die, the processes made so far, and the groups that kill the one they run in."""
+    ray = Deadly()
     told: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(workers, "spawn", lambda *args, **options: lambda: Actor(deadly, made))
-    monkeypatch.setattr(workers.ray, "kill", lambda actor: None)
-    monkeypatch.setattr(respawn, "BACKOFF_S", 0.0)
-    made_of = Workers(
+    monkeypatch.setattr(remote, "ray", ray)
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.0)
+    workers = RolloutWorkers(
         Config(rollout=RolloutConfig(retries=1)),
         run_dir=RunDir(path=tmp_path),
-        note=lambda *words: told.append(words),
+        on_event=lambda *words: told.append(words),
     )
-    return SimpleNamespace(workers=made_of, made=made, deadly=deadly, told=told)
+    return SimpleNamespace(workers=workers, made=ray.actors, deadly=ray.deadly, told=told)
 
 
 def run(cluster: Any, group_id: str) -> asyncio.Task[Any]:
@@ -87,7 +74,7 @@ async def test_groups_of_a_dead_worker_run_again_with_a_higher_attempt_in_one_ne
     cluster.deadly.add("g1")
     groups = [run(cluster, "g0"), run(cluster, "g1"), run(cluster, "g2")]
     await asyncio.sleep(0)
-    while not cluster.made[0]._died.is_set():
+    while not cluster.made[0].is_dead:
         await asyncio.sleep(0)
     cluster.deadly.clear()
     assert await asyncio.gather(*groups) == [f"group g{i} attempt 2" for i in range(3)]
@@ -114,26 +101,24 @@ async def test_a_worker_that_dies_again_and_again_ends_the_run(cluster: Any):
     cluster.deadly |= {f"g{i}" for i in range(9)}
     await run(cluster, "g0")
     await asyncio.wait([second := run(cluster, "g1")])
-    with pytest.raises(PartLostError, match="worker worker-0 died 6 times within 300 s"):
+    with pytest.raises(ProcessLostError, match="worker worker-0 died 6 times within 300 s"):
         second.result()
 
 
 async def test_groups_that_ran_beside_the_one_that_kills_do_not_fail_for_it(cluster: Any, monkeypatch: Any):
-    """The fake dies at once in the group that kills, and takes down whatever runs in it then."""
+    """The process dies at once in the group that kills, and takes down whatever runs in it then."""
 
-    async def call(actor: Actor, name: str, args: tuple[Any, ...]) -> Any:
+    async def run_in(ray: Deadly, actor: FakeActor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name != "run_group":
             return None
         (request,) = args
         if request.group_id in cluster.deadly:
-            actor._died.set()
+            actor.die()
         for _ in range(20):  # long enough for the others to be under way
             await asyncio.sleep(0)
-            if actor._died.is_set():
-                raise RayActorError
         return f"group {request.group_id}"
 
-    monkeypatch.setattr(Actor, "call", call)
+    monkeypatch.setattr(Deadly, "run", run_in)
     cluster.deadly.add("g2")
     results = await asyncio.gather(*(run(cluster, f"g{i}") for i in range(5)))
     assert [r for r in results if isinstance(r, str)] == ["group g0", "group g1", "group g3", "group g4"]
@@ -143,17 +128,17 @@ async def test_groups_that_ran_beside_the_one_that_kills_do_not_fail_for_it(clus
 
 async def test_a_worker_that_dies_while_it_opens_is_replaced_as_well(cluster: Any, monkeypatch: pytest.MonkeyPatch):
     cluster.deadly.add("g0")
-    whole = Actor.call
+    whole = Deadly.run
     deaths = 2
 
-    async def call(actor: Actor, name: str, args: tuple[Any, ...]) -> Any:
+    async def run_in(ray: Deadly, actor: FakeActor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal deaths
         if name == "open" and deaths:
             deaths -= 1
             cluster.deadly.clear()
-            raise RayActorError
-        return await whole(actor, name, args)
+            actor.die()
+        return await whole(ray, actor, name, args, kwargs)
 
-    monkeypatch.setattr(Actor, "call", call)
+    monkeypatch.setattr(Deadly, "run", run_in)
     assert await run(cluster, "g0") == "group g0 attempt 2"
     assert len(cluster.made) == 4

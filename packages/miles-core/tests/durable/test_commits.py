@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from miles_core.config import CheckpointConfig
 from miles_core.durable.checkpoints import Checkpoints
-from miles_core.durable.commits import TRAINER, Commits
+from miles_core.run.commits import TRAINER, Commits
 from miles_train.errors import CheckpointError
 
 

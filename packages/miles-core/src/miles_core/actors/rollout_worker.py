@@ -63,13 +63,16 @@ def build_env(config: EnvConfig) -> Env:
 
 
 class RolloutWorker:
-    """Runs groups, spools the ones that training will see, and hands out references."""
+    """Runs the episodes of groups in the user's environment, and keeps each finished group on disk.
+
+    `RolloutWorkers` keeps one in each worker process: `open`, then `connect`, then any number of groups at once.
+    """
 
     def __init__(
         self,
         *,
         name: str,
-        env: Env,
+        env: EnvConfig,
         config: RolloutConfig,
         num_workers: int,
         run_id: str,
@@ -81,12 +84,13 @@ class RolloutWorker:
             trajectories: where groups for training are spooled; None for a worker that only evaluates.
             store: keeps a group where trainer ranks can fetch it, as long as this process lives; returns a reference.
         """
-        self._env = env
+        self._env_config = env
+        self._env: Env | None = None
         self._config = config
         self._num_workers = num_workers
         self._run_id = run_id
         self._trajectories = trajectories
-        self._spool = None if trajectories is None else SpoolWriter(trajectories, name)
+        self._spool: SpoolWriter | None = None
         self._name = name
         self._kept: tuple[Path, SpoolWriter] | None = None
         """The folder of the evaluation that is being kept."""
@@ -96,20 +100,33 @@ class RolloutWorker:
         self._sessions: SessionClient | None = None
         self._worker: Worker | None = None
 
-    def connect(self, sessions: Sequence[str], *, api_key: str) -> None:
+    async def open(self) -> None:
+        """Build the environment. Not in `__init__`: what that raises reaches nobody from another process.
+
+        Raises:
+            ImportStringError: `env.target` leads nowhere.
+            EnvError: it makes no environment.
+        """
+        self._env = build_env(self._env_config)
+        if self._trajectories is not None:
+            self._spool = SpoolWriter(self._trajectories, self._name)
+
+    async def connect(self, sessions: Sequence[str], *, api_key: str) -> None:
         """Name the session servers that episodes talk to, and the key that opens sessions there."""
+        assert self._env is not None, "open() comes first"
         self._sessions = SessionClient(sessions, api_key=api_key)
         self._worker = Worker.from_config(
             self._config, env=self._env, sessions=self._sessions, run_id=self._run_id, num_workers=self._num_workers
         )
 
-    def hold(self, is_held: bool) -> None:
+    async def pause(self, is_paused: bool) -> None:
         """Told when no engine serves any more, and when one does again."""
         if self._worker is not None:
-            self._worker.hold(is_held)
+            self._worker.hold(is_paused)
 
-    def prompts(self, split: str, limit: int | None) -> list[Prompt]:
+    async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
         """The environment's prompts of `split`, at most `limit` of them."""
+        assert self._env is not None, "open() comes first"
         most = MOST_PROMPTS + 1 if limit is None else limit
         prompts = list(itertools.islice(self._env.tasks(split), most))
         if not prompts:
@@ -159,7 +176,8 @@ class RolloutWorker:
     async def stop(self) -> None:
         """Close the environment, the connections and the spool; one that fails does not keep the others open."""
         try:
-            await self._env.aclose()
+            if self._env is not None:
+                await self._env.aclose()
         finally:
             if self._sessions is not None:
                 await self._sessions.aclose()

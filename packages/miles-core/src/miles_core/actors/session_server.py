@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from miles_tito.engine.lost_requests import WatchedEngine
@@ -14,49 +14,55 @@ from miles_tito.tokens.tokenizer import load_tokenizer
 from miles_core.monitor.metering import Counters, MeteredEngine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """What one session server serves with."""
+
+    engine_url: str
+    """Where requests go: the router, or the only engine."""
+    engines: tuple[str, ...]
+    """Those behind a router, itself for an only engine."""
+    tokenizer: Path
+    family: str
+    model: str
+    max_context: int
+    api_key: str
+    """Opens sessions."""
+    state: Path
+    """Folder for the journals of its sessions, which a server that takes its place has again."""
+
+
 class SessionServer:
-    """`miles_tito`'s session app on a loopback port, in front of one engine or router."""
+    """`miles_tito`'s session app on a loopback port, in front of one engine or router.
 
-    def __init__(
-        self,
-        engine_url: str,
-        *,
-        engines: Sequence[str],
-        tokenizer: Path,
-        family: str,
-        model: str,
-        max_context: int,
-        api_key: str,
-        state: Path,
-    ) -> None:
-        """
-        Args:
-            engines: those behind a router, itself for an only engine.
-            state: folder for the journals of its sessions, which a server that takes its place has again.
+    `SessionServers` keeps each one in a process of its own; agents of the run's environments talk to it over HTTP.
+    """
 
-        Raises:
-            TemplateError: the chat template cannot be joined append-only.
-        """
-        self._engine = MeteredEngine(WatchedEngine(SGLangEngine(engine_url, engines=engines)))
-        self._app = create_app(
-            engine=self._engine,
-            tokenizer=load_tokenizer(tokenizer),
-            family=family,
-            model=model,
-            max_context=max_context,
-            api_key=api_key,
-            state_dir=state,
-        )
+    def __init__(self) -> None:
+        self._engine: MeteredEngine | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, settings: SessionSettings, port: int = 0) -> str:
         """Serve; returns the base URL once requests are answered.
 
         Args:
             port: 0 takes a free one.
+
+        Raises:
+            TemplateError: the chat template cannot be joined append-only.
         """
+        self._engine = MeteredEngine(WatchedEngine(SGLangEngine(settings.engine_url, engines=settings.engines)))
+        app = create_app(
+            engine=self._engine,
+            tokenizer=load_tokenizer(settings.tokenizer),
+            family=settings.family,
+            model=settings.model,
+            max_context=settings.max_context,
+            api_key=settings.api_key,
+            state_dir=settings.state,
+        )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._serving = asyncio.create_task(serve(self._app, port=port, ready=url.set_result))
+        self._serving = asyncio.create_task(serve(app, port=port, ready=url.set_result))
         await asyncio.wait([url, self._serving], return_when=asyncio.FIRST_COMPLETED)
         if not url.done():
             await self._serving  # raises what kept it from serving
@@ -69,13 +75,14 @@ class SessionServer:
             if not self._serving.cancelled():
                 self._serving.result()
 
-    def hold(self, is_held: bool) -> None:
+    async def pause(self, is_paused: bool) -> None:
         """Keep new requests to the engines waiting, or let them go."""
-        self._engine.hold(is_held)
+        if self._engine is not None:
+            self._engine.hold(is_paused)
 
-    def counters(self) -> Counters:
+    async def counters(self) -> Counters:
         """What went through the engines since the start."""
-        return self._engine.counters()
+        return Counters() if self._engine is None else self._engine.counters()
 
     async def stop(self) -> None:
         if self._serving is not None:

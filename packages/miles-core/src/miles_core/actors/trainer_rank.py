@@ -1,12 +1,12 @@
 """One trainer rank as the loop uses it: builds its batches from groups, trains, pushes its own shards.
 
-A plain class: `cluster.actors.TrainerActor` only gives it a process. Heavy libraries are imported inside, so that the
-driver can import this module without torch.
+A plain class, which `cluster.trainers` gives a process each. Heavy libraries are imported inside, so that the driver
+can import this module without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,17 @@ from typing import Any
 from miles_quant.recipe.recipe import Recipe
 from miles_tito.records import Group, Sample
 from miles_tito.records.samples import to_samples
+from miles_tito.shared.ports import free_port
 from miles_train import Layout, create_trainer
 from miles_train.batch import Batch, make_batch
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
 from miles_weightsync.errors import SyncError
 
-from miles_core.run.batching import OptimizerStep, RankWork
-from miles_core.run.loop import Trained
+from miles_core.batching import OptimizerStep, RankWork, Trained
+from miles_core.config import ModelConfig
+
+from .model_folder import prepare_model_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +38,45 @@ class Pushed:
 
 
 class TrainerRank:
-    """Rank `rank` of `config.ranks`; `setup` may be called again to train another model in the same process.
+    """One rank of the trainer, with its part of every batch and its shards of every push.
 
-    Args:
-        recipe: the low precision that this rank trains in, and that engines get; None for `config.dtype`.
+    `TrainerRanks` keeps one in a process for each rank. `setup` comes first, and may be called again to train another
+    model in the same process; what says "collective" is called on all ranks at once.
     """
 
-    def __init__(self, *, rank: int, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self, *, rank: int, recipe: Recipe | None = None, fetch: Callable[[Sequence[Any]], Sequence[Group]]
+    ) -> None:
+        """
+        Args:
+            recipe: the low precision that this rank trains in, and that engines get; None for `config.dtype`.
+            fetch: reads the groups behind the handles of a `RankWork`.
+        """
         self._rank = rank
+        self._fetch = fetch
         self._given = recipe
         self._recipe = recipe
         self._trainer: Any = None
         self._pusher: Any = None
         self._config = TrainConfig()
 
-    def setup(self, *, config: TrainConfig, model: Path, init_method: str | None) -> Layout:
+    def prepare_model(self, config: ModelConfig, out: Path) -> Path:
+        """The model folder of the run; here because builders tend to need torch, and the driver does without."""
+        return prepare_model_folder(config, out=out)
+
+    def serving_folder(self, model: Path, out: Path) -> Path:
+        """What engines start from: `model`, or its copy in the codes that they hold, made at `out`."""
+        if self._given is None:
+            return model
+        from .low_precision import serving_folder
+
+        return serving_folder(self._given, model=model, out=out)
+
+    def free_port(self) -> int:
+        """Where the ranks can meet on this machine."""
+        return free_port()
+
+    def setup(self, config: TrainConfig, model: Path, init_method: str | None) -> Layout:
         """Load `model` and join the other ranks; returns the trainer's `Layout`.
 
         Raises:
@@ -65,15 +92,16 @@ class TrainerRank:
         layout, self._recipe = set_up(self._trainer, config, recipe=self._given, model=model)
         return layout
 
-    def connect(self, *, engines: Sequence[str], config: PushConfig) -> None:
+    def connect(self, engines: Sequence[str], config: PushConfig) -> None:
         """Name the engines that `push` serves. Collective."""
         from miles_weightsync.push import Pusher
 
         self._close_pusher()
         self._pusher = Pusher(engines, config=config)
 
-    def train(self, work: RankWork, groups: Sequence[Group]) -> Trained:
-        """One batch: `groups[i]` belongs to `work.handles[i]`."""
+    def train(self, work: RankWork) -> Trained:
+        """One batch. Collective."""
+        groups = self._fetch(work.handles)
         batches = [self._batch(step, groups) for step in work.steps]
         result = self._trainer.train(batches)
         return Trained(version=result.version, metrics=dict(result.metrics))

@@ -1,14 +1,26 @@
-"""The driver's hands on the cluster. Only this package imports Ray.
+"""The driver's hands on the processes of a run. Only this package imports Ray.
 
-trainers ── TrainerActor x ranks          fleet ── EngineActor x engines, RouterActor when more than one
-sessions ── SessionActor x n              workers ── WorkerActor x n
+trainers ── TrainerRank x ranks           fleet ── EngineServer x engines, Router when more than one
+sessions ── SessionServer x n             workers ── RolloutWorker x n
 """
 
-from .fleet import Fleet
-from .parts import RayParts
-from .processes import cluster, spawn
+from .eval_engines import EvalEngines
+from .fleet import EngineFleet
+from .ray_session import cluster
+from .remote import OnEvent, Remote, stop_together
 from .sessions import SessionServers
-from .trainers import Trainers
-from .workers import Workers
+from .trainers import TrainerLost, TrainerRanks
+from .workers import RolloutWorkers
 
-__all__ = ["Fleet", "RayParts", "SessionServers", "Trainers", "Workers", "cluster", "spawn"]
+__all__ = [
+    "EngineFleet",
+    "EvalEngines",
+    "OnEvent",
+    "Remote",
+    "RolloutWorkers",
+    "SessionServers",
+    "TrainerLost",
+    "TrainerRanks",
+    "cluster",
+    "stop_together",
+]

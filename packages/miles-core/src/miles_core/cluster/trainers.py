@@ -1,85 +1,99 @@
-"""Every trainer rank, an actor each, driven together."""
+"""Every trainer rank, a process each, driven together; and the way of their weights to the engines.
+
+train ─▶ push(version): all that serve ─▶ once more where it failed ─▶ what failed twice is dead
+sync(url): the version of the others to one engine that came back, never between a step and its push
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from miles_quant.recipe.recipe import Recipe
 from miles_rollout.engines import Supervisor, resolve_device
-from miles_tito.errors import EngineError
+from miles_tito.errors import EngineError, MilesError
 from miles_tito.records.summary import GroupRef
 from miles_train import Layout, TrainConfig, check_layouts
 from miles_weightsync.config import PushConfig
 from miles_weightsync.errors import SyncError
-from ray.exceptions import RayActorError
 
-from miles_core.actors.trainer_rank import Pushed
+from miles_core.actors.trainer_rank import Pushed, TrainerRank
+from miles_core.batching import AdvantagesByEpisode, Trained, plan_ranks
 from miles_core.config import ModelConfig
-from miles_core.parts import TrainerLost
-from miles_core.run.batching import AdvantagesByEpisode, RankWork, plan_ranks
-from miles_core.run.loop import Trained
 
-from . import actors
-from .processes import STOP_S, spawn
-from .turns import Turns
+from .push_order import PushOrder
+from .remote import STOP_S, ProcessDied, Remote, Resources, call_each, fetch
 
 logger = logging.getLogger(__name__)
 
-DEATH_S = 5.0
-"""From the death of a process until every caller knows."""
+CHECKPOINT = "checkpoint"
+"""Group of the call that waits for a checkpoint, beside the one that trains."""
 
 
-class Trainers:
-    """Every trainer rank, driven together.
+class TrainerLost(MilesError, RuntimeError):
+    """A trainer rank's process is gone, and with it the step it was in. The others cannot go on without it."""
 
-    Args:
-        recipe: the low precision of training and engines; None for none.
+
+class TrainerRanks:
+    """The trainer of a run, made of all its ranks. Any method raises TrainerLost when a rank's process has died.
+
+    `started` makes it; the run trains, pushes and saves with it, and calls `restart` when a rank was lost.
     """
 
     def __init__(self, config: TrainConfig, recipe: Recipe | None = None) -> None:
+        """
+        Args:
+            recipe: the low precision of training and engines; None for none.
+        """
         self._config = config
         self._recipe = recipe
-        self._actors = _make_ranks(config, recipe)
-        self._turns = Turns()
-        self._engines: Callable[[], Supervisor] | None = None
+        resources = Resources(
+            num_gpus=1 if resolve_device(config.device) == "cuda" else 0,
+            threads=config.threads,
+            groups={CHECKPOINT: 1},
+        )
+        self._ranks = [
+            Remote(TrainerRank, kind="trainer rank", name=str(rank), resources=resources)
+            for rank in range(config.ranks)
+        ]
+        self._order = PushOrder()
         self._has_pushed = False
         self._layouts: Sequence[Layout] = ()
+        self._spawn()
 
     async def prepare_model(self, config: ModelConfig, out: Path) -> Path:
-        """The given model folder, or the one that `model.builder` makes.
+        """The given model folder, or the one that `model.builder` makes at `out`.
 
         Raises:
             ModelError: there is no usable folder.
         """
-        return await self._actors[0].prepare_model.remote(config, out)
+        return await self._first("prepare_model", config, out)
 
     async def serving_folder(self, model: Path, out: Path) -> Path:
-        """What engines start from: `model`, or its low-precision copy at `out`."""
-        return await self._actors[0].serving_folder.remote(model, out)
+        """What engines start from: `model`, or its low-precision copy, made at `out`, where they hold codes."""
+        return await self._first("serving_folder", model, out)
 
     async def setup(self, config: TrainConfig, model: Path) -> Layout:
         """Load `model` into every rank; returns rank 0's layout. May be called again for another model or loss."""
         self._config = config
-        init_method = await self._actors[0].address.remote() if config.ranks > 1 else None
+        init_method = None
+        if config.ranks > 1:
+            init_method = f"tcp://{await self._first('node_address')}:{await self._first('free_port')}"
         self._layouts = await self._all("setup", config, model, init_method)
         check_layouts(self._layouts)
         return self._layouts[0]
 
     async def connect(self, engines: Sequence[str], config: PushConfig) -> None:
+        """Name all engines that pushes may go to."""
         await self._all("connect", list(engines), config)
 
-    def push_to(self, engines: Callable[[], Supervisor]) -> None:
-        """Name who knows which engines serve; once, before the first push."""
-        self._engines = engines
-
-    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]:
-        return plan_ranks(
+    async def train(self, groups: Sequence[GroupRef], *, advantages: AdvantagesByEpisode) -> Trained:
+        """One batch: raw rewards to advantages, rows to ranks, and the steps on them."""
+        work = plan_ranks(
             groups,
             advantages=advantages,
             token_budget=self._config.token_budget,
@@ -87,16 +101,14 @@ class Trainers:
             minibatches=self._config.minibatches,
             multiple_of=self._layouts[0].micro_batch_multiple,
         )
-
-    async def train(self, work: Sequence[RankWork]) -> Trained:
-        await self._turns.begin_step()
+        await self._order.begin_step()
         try:
             return (await self._each("train", [(work[layout.data_rank],) for layout in self._layouts]))[0]
         except BaseException:
-            self._turns.forget()
+            self._order.invalidate()
             raise
 
-    async def push(self, version: int) -> dict[str, float]:
+    async def push(self, version: int, *, engines: Supervisor) -> dict[str, float]:
         """Every rank sends its own shards to the engines that serve; returns once one of them serves `version`.
 
         An engine that the push does not reach, tried twice, is dead: it is started again and then gets the version
@@ -105,9 +117,7 @@ class Trainers:
         Raises:
             SyncError: no engine was ever reached: the fault is not an engine's.
         """
-        assert self._engines is not None, "push_to() comes first"
-        engines = self._engines()
-        async with self._turns.push(version):
+        async with self._order.push(version):
             with engines.pushing():
                 began = engines.serving
                 pushed = await self._push(version, began)
@@ -137,7 +147,7 @@ class Trainers:
         Raises:
             EngineError: it did not take it.
         """
-        async with self._turns.sync() as version:
+        async with self._order.sync() as version:
             try:
                 failed = (await self._push(version, [url])).failed
             except (SyncError, TrainerLost) as error:
@@ -147,25 +157,29 @@ class Trainers:
             return version
 
     async def load(self, path: Path) -> None:
+        """Weights, moments, schedule, random states and version of a checkpoint."""
         await self._all("load", path)
 
     async def begin_save(self, path: Path) -> None:
+        """Copy what a checkpoint holds; training may go on when this returns, and `path` is being written."""
         await self._all("begin_save", path)
 
     async def finish_save(self) -> None:
-        await self._all("finish_save")
+        """Wait until what `begin_save` started is on disk; raises what kept it from getting there."""
+        await self._each("finish_save", [()] * len(self._ranks), group=CHECKPOINT)
 
     async def export(self, path: Path) -> None:
+        """Write a Hugging Face folder of the master weights."""
         await self._all("export", path)
 
     async def export_serving(self, path: Path) -> None:
+        """Write a Hugging Face folder of what engines hold: the same, but for a run in low precision."""
         await self._all("export_serving", path)
 
     async def restart(self) -> None:
         """New processes in place of all of them, dead or not; `setup` comes next."""
-        self._turns.forget()
-        self._kill()
-        self._actors = _make_ranks(self._config, self._recipe)
+        self._order.invalidate()
+        self._spawn()
 
     async def stop(self) -> None:
         """A rank in the middle of a step cannot be asked: it is killed after the bounded wait."""
@@ -174,58 +188,32 @@ class Trainers:
                 await self._all("close")
         except Exception as error:  # a rank that crashed before has nothing left to close
             logger.debug("trainer ranks were killed: %s", error)
-        self._kill()
+        for rank in self._ranks:
+            rank.kill()
 
-    def _kill(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor)
+    def _spawn(self) -> None:
+        for number, rank in enumerate(self._ranks):
+            rank.spawn(rank=number, recipe=self._recipe, fetch=fetch)
 
     async def _push(self, version: int, engines: Sequence[str]) -> Pushed:
         """How a push to `engines` ended."""
         return (await self._all("push", version, list(engines)))[0] if engines else Pushed()
 
+    async def _first(self, method: str, *args: Any) -> Any:
+        return (await self._each(method, [args], ranks=self._ranks[:1]))[0]
+
     async def _all(self, method: str, *args: Any) -> list[Any]:
-        return await self._each(method, [args] * len(self._actors))
+        return await self._each(method, [args] * len(self._ranks))
 
-    async def _each(self, method: str, args_R: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same call on every rank.
-
-        Raises:
-            TrainerLost: the process of a rank is gone.
-        """
-        calls = [
-            asyncio.ensure_future(_result(getattr(actor, method).remote(*args)))
-            for actor, args in zip(self._actors, args_R, strict=True)
-        ]
+    async def _each(
+        self,
+        method: str,
+        args_R: Sequence[tuple[Any, ...]],
+        *,
+        ranks: Sequence[Remote] | None = None,
+        group: str | None = None,
+    ) -> list[Any]:
         try:
-            return await asyncio.gather(*calls)
-        except RayActorError as error:
-            raise TrainerLost(_dead(calls, method)) from error
-        except Exception as error:
-            # When a rank dies, what another says about its broken connection may come first.
-            await asyncio.wait(calls, timeout=DEATH_S)
-            if any(_is_dead(call) for call in calls):
-                raise TrainerLost(_dead(calls, method)) from error
-            raise
-        finally:
-            for call in calls:
-                call.cancel()
-
-
-def _make_ranks(config: TrainConfig, recipe: Recipe | None) -> list[Any]:
-    gpus = 1 if resolve_device(config.device) == "cuda" else 0
-    make = spawn(actors.TrainerActor, threads=config.threads, num_gpus=gpus)
-    return [make(rank, recipe) for rank in range(config.ranks)]
-
-
-async def _result(ref: Any) -> Any:
-    return await ref
-
-
-def _is_dead(call: asyncio.Future[Any]) -> bool:
-    return call.done() and not call.cancelled() and isinstance(call.exception(), RayActorError)
-
-
-def _dead(calls: Sequence[asyncio.Future[Any]], method: str) -> str:
-    ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if _is_dead(call))
-    return f"The process of trainer rank {ranks} died in `{method}`; its log is in Ray's session folder."
+            return await call_each(self._ranks if ranks is None else ranks, method, args_R, group=group)
+        except ProcessDied as died:
+            raise TrainerLost(str(died)) from died

@@ -1,50 +1,49 @@
-"""The rollout workers, an actor each."""
+"""The rollout workers, a process each: who runs a group, and what becomes of it when that process dies.
+
+run_group ─▶ least busy worker ─▶ its process ─▶ GroupRef
+                   ▲                  ✕ died: a new process, the group's next attempt
+                   └──────────────────┘   MAX_LOSSES times: a failed group
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-from miles_rollout.dispatch import GroupRequest, LeastBusy, RunGroup
+from miles_rollout.dispatch import GroupRequest, RunGroup
 from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
-from ray.exceptions import RayActorError
 
-from miles_core.actors.rollout_worker import MAX_LOSSES, lost_group
+from miles_core.actors.rollout_worker import MAX_LOSSES, RolloutWorker, lost_group
 from miles_core.config import Config
 from miles_core.durable.rundir import RunDir
-from miles_core.parts import Note
 
-from . import actors
-from .processes import spawn, stop_all
-from .respawn import Respawns
+from .remote import OnEvent, ProcessDied, Remote, Resources, put, stop_all
 from .sessions import SessionServers
 
 
-class Workers:
-    """The rollout workers; a group goes to the least busy one, and to a new one when its worker's process dies."""
+class RolloutWorkers:
+    """The rollout workers of a run; a group goes to the least busy one, and to a new process when its worker's dies.
 
-    def __init__(self, config: Config, *, run_dir: RunDir, note: Note, evaluates_only: bool = False) -> None:
+    The producer calls `run_group` for training, an evaluation what `evaluate_into` returns.
+    """
+
+    def __init__(self, config: Config, *, run_dir: RunDir, on_event: OnEvent, evaluates_only: bool = False) -> None:
         """
         Args:
+            on_event: called when a worker died and is started again.
             evaluates_only: nothing that they run is for training, so they have no spool.
         """
-        self._config = config
-        self._run_dir = run_dir
-        self._slots = [
-            _Slot(config, index, run_dir=run_dir, note=note, evaluates_only=evaluates_only)
+        self._attempts = config.rollout.retries + 1
+        """Attempts of an episode that one worker may make."""
+        self._workers = [
+            _Worker(config, index, run_dir=run_dir, on_event=on_event, evaluates_only=evaluates_only)
             for index in range(config.workers.count)
         ]
-        self.run_group = LeastBusy([_RemoteWorker(slot, "run_group") for slot in self._slots])
-        """Groups for training."""
-
-    def evaluate_into(self, folder: Path | None) -> RunGroup:
-        """Groups for evaluation: summaries only; their conversations are written to `folder`."""
-        return LeastBusy([_RemoteWorker(slot, "evaluate_group", folder) for slot in self._slots])
 
     async def open(self) -> None:
         """Build the environment in every worker.
@@ -53,116 +52,104 @@ class Workers:
             ImportStringError: `env.target` leads nowhere.
             EnvError: it makes no environment.
         """
-        await asyncio.gather(*(slot.open() for slot in self._slots))
+        await asyncio.gather(*(worker.process.call("open") for worker in self._workers))
 
     async def connect(self, sessions: SessionServers) -> None:
-        await asyncio.gather(*(slot.connect(sessions.urls, sessions.api_key) for slot in self._slots))
+        await asyncio.gather(*(worker.connect(sessions) for worker in self._workers))
 
-    async def hold(self, is_held: bool) -> None:
+    async def pause(self, is_paused: bool) -> None:
         """Tell every worker when no engine serves any more, and when one does again."""
-        await asyncio.gather(*(slot.hold(is_held) for slot in self._slots))
+        await asyncio.gather(*(worker.pause(is_paused) for worker in self._workers))
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
-        slot = self._slots[0]
+        """The environment's prompts of `split`, at most `limit` of them."""
+        worker = self._workers[0]
         while True:
-            actor = slot.actor
+            spawned = worker.process.spawned
             try:
-                return await actor.prompts.remote(split, limit)
-            except RayActorError:
-                await slot.replace(actor)
+                return await worker.process.call("prompts", split, limit)
+            except ProcessDied:
+                await worker.replace(spawned)
+
+    async def run_group(self, request: GroupRequest) -> GroupRef:
+        """A group for training; durable in the spool when the reference comes back."""
+        return await self._run(request, "run_group")
+
+    def evaluate_into(self, folder: Path | None) -> RunGroup:
+        """Runs groups of an evaluation: summaries only; their conversations are written to `folder`."""
+        return partial(self._run, method="evaluate_group", folder=folder)
 
     async def stop(self) -> None:
-        await stop_all([slot.actor for slot in self._slots], what="worker")
+        await stop_all([worker.process for worker in self._workers])
+
+    async def _run(self, request: GroupRequest, method: str, **more: Any) -> GroupRef:
+        worker = min(self._workers, key=lambda worker: worker.episodes)
+        worker.episodes += request.group_size
+        try:
+            for losses in range(MAX_LOSSES):
+                async with worker.alone if losses == MAX_LOSSES - 1 else nullcontext():
+                    spawned = worker.process.spawned
+                    try:
+                        return await worker.process.call(method, request, **more)
+                    except ProcessDied:
+                        await worker.replace(spawned)
+                        # Above all attempts that the dead worker may have made.
+                        request = replace(request, attempt=request.attempt + self._attempts)
+            return lost_group(request)
+        finally:
+            worker.episodes -= request.group_size
 
 
-class _Slot:
-    """The place of one worker, whatever becomes of its process."""
+class _Worker:
+    """One worker, whatever becomes of its process."""
 
-    def __init__(self, config: Config, index: int, *, run_dir: RunDir, note: Note, evaluates_only: bool) -> None:
-        self._config = config
-        self._name = f"eval-worker-{index}" if evaluates_only else f"worker-{index}"
-        self._trajectories = None if evaluates_only else run_dir.trajectories
-        self._run_dir = run_dir
-        self._note = note
-        self._respawns = Respawns("worker", self._name)
-        self._respawning = asyncio.Lock()
+    def __init__(self, config: Config, index: int, *, run_dir: RunDir, on_event: OnEvent, evaluates_only: bool) -> None:
+        name = f"eval-worker-{index}" if evaluates_only else f"worker-{index}"
+        # One call a group, evaluations beside them.
+        resources = Resources(concurrency=config.rollout.num_credits + 1024)
+        self.process = Remote(RolloutWorker, kind="worker", name=name, resources=resources, on_event=on_event)
+        self.episodes = 0
+        """Of the groups that it runs."""
         self.alone = asyncio.Lock()
         """Held by the one group at a time that may be what kills workers."""
-        self._sessions: tuple[list[str], str] | None = None
-        self._is_held = False
-        self.actor = self._make()
-
-    @property
-    def retries(self) -> int:
-        return self._config.rollout.retries
-
-    async def open(self) -> None:
-        await self.actor.open.remote(
-            name=self._name,
-            env=self._config.env,
-            config=self._config.rollout,
-            num_workers=self._config.workers.count,
-            run_id=self._run_dir.path.name,
-            trajectories=self._trajectories,
+        self._replacing = asyncio.Lock()
+        self._sessions: SessionServers | None = None
+        self._is_paused = False
+        self._spawn = partial(
+            self.process.spawn,
+            name=name,
+            env=config.env,
+            config=config.rollout,
+            num_workers=config.workers.count,
+            run_id=run_dir.path.name,
+            trajectories=None if evaluates_only else run_dir.trajectories,
+            store=put,
         )
+        self._spawn()
 
-    async def connect(self, urls: list[str], api_key: str) -> None:
-        self._sessions = (urls, api_key)
-        await self.actor.connect.remote(urls, api_key)
+    async def connect(self, sessions: SessionServers) -> None:
+        self._sessions = sessions
+        await self.process.call("connect", sessions.urls, api_key=sessions.api_key)
 
-    async def hold(self, is_held: bool) -> None:
-        self._is_held = is_held
-        with suppress(RayActorError):  # the next one is told when it is up
-            await self.actor.hold.remote(is_held)
+    async def pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        with suppress(ProcessDied):  # the next one is told when it is up
+            await self.process.call("pause", is_paused)
 
-    async def replace(self, dead: Any) -> None:
-        """A new process in place of `dead`, once, however many of its groups ask for it.
+    async def replace(self, dead: int) -> None:
+        """A new process in place of number `dead`, once, however many of its groups ask for it.
 
         Raises:
-            PartLostError: it dies again and again.
+            ProcessLostError: it dies again and again.
         """
-        async with self._respawning:
-            while self.actor is dead:
-                await self._respawns.after("its process died", self._note)
-                ray.kill(dead)
-                self.actor = self._make()
+        async with self._replacing:
+            while self.process.spawned == dead:
+                await self.process.backoff("its process died")
+                self._spawn()
                 try:
-                    await self.open()
+                    await self.process.call("open")
                     if self._sessions is not None:
-                        await self.connect(*self._sessions)
-                    await self.hold(self._is_held)
-                except RayActorError:
-                    dead = self.actor
-
-    def _make(self) -> Any:
-        concurrency = self._config.rollout.num_credits + 1024  # one call a group, evaluations beside them
-        return spawn(actors.WorkerActor, concurrency=concurrency)()
-
-
-class _RemoteWorker:
-    """A method of one worker as the `RunGroup` that the producer calls; cancellation reaches the actor."""
-
-    def __init__(self, slot: _Slot, method: str, *more: Any) -> None:
-        self._slot = slot
-        self._method = method
-        self._more = more
-
-    async def __call__(self, request: GroupRequest) -> GroupRef:
-        for losses in range(MAX_LOSSES):
-            async with self._slot.alone if losses == MAX_LOSSES - 1 else nullcontext():
-                actor = self._slot.actor
-                try:
-                    return await self._ask(actor, request, *self._more)
-                except RayActorError:
-                    await self._slot.replace(actor)
-                    attempt = request.attempt + self._slot.retries + 1  # above all that the dead worker may have made
-                    request = replace(request, attempt=attempt)
-        return lost_group(request)
-
-    async def _ask(self, actor: Any, *args: Any) -> GroupRef:
-        ref = getattr(actor, self._method).remote(*args)
-        try:
-            return await ref
-        except asyncio.CancelledError:
-            ray.cancel(ref)
-            raise
+                        await self.connect(self._sessions)
+                    await self.process.call("pause", self._is_paused)
+                except ProcessDied:
+                    dead = self.process.spawned

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_rollout.dispatch import RunGroup
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt
 
-from miles_core.durable.rundir import RunDir
 from miles_core.monitor import Monitor
 
 from .background import BackgroundEvaluator, SnapshotScorer
 from .config import EvalConfig
-from .dedicated import DedicatedScorer, EvalServing
+from .dedicated import DedicatedScorer
 from .evaluator import Evaluator
 from .external import ExternalScorer
 from .points import EvalLog
 from .scoring import Conversations, DatasetScorer
 from .shared import InFlight, SharedEvaluator
+
+if TYPE_CHECKING:
+    from miles_core.cluster import EvalEngines
+    from miles_core.durable.rundir import RunDir
 
 
 async def build_evaluator(
@@ -33,7 +37,7 @@ async def build_evaluator(
     prompts: Callable[[str, int | None], Awaitable[list[Prompt]]],
     run_group_into: Callable[[Path | None], RunGroup],
     export: Callable[[Path], Awaitable[None]],
-    serving: Callable[[], EvalServing],
+    serving: Callable[[], EvalEngines],
 ) -> Evaluator:
     """Read the held-out prompts, and put the parts together; nothing is started.
 

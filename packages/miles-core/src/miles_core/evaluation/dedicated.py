@@ -5,47 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
-
-from miles_rollout.dispatch import RunGroup
+from typing import TYPE_CHECKING
 
 from .points import DatasetScore
 from .scoring import DatasetScorer
 
+if TYPE_CHECKING:
+    from miles_core.cluster import EvalEngines
+
 logger = logging.getLogger(__name__)
 
 
-class EvalServing(Protocol):
-    """Engines with `role = "eval"`, with a router, session servers and workers that training does not use."""
-
-    async def start(self) -> None:
-        """Start all of it, on whatever weights; raises what keeps it from serving."""
-        ...
-
-    async def load(self, snapshot: Path, version: int) -> None:
-        """Put the weights of `snapshot` into every engine; their tokens carry `version` from then on."""
-        ...
-
-    def run_group_into(self, folder: Path | None) -> RunGroup:
-        """Runs groups on these engines and writes them to `folder`."""
-        ...
-
-    async def stop(self) -> None:
-        """End all of it; also what has only half started."""
-        ...
-
-
 class DedicatedScorer:
-    """Starts the engines with the first snapshot, and anew after an evaluation that failed."""
+    """Scores snapshots on `EvalEngines`: starts them with the first one, and anew after an evaluation that failed."""
 
-    def __init__(self, scorer: DatasetScorer, *, serving: Callable[[], EvalServing]) -> None:
+    def __init__(self, scorer: DatasetScorer, *, serving: Callable[[], EvalEngines]) -> None:
         """
         Args:
             serving: makes the engines and what belongs to them; called again after a failure.
         """
         self._scorer = scorer
         self._make = serving
-        self._serving: EvalServing | None = None
+        self._serving: EvalEngines | None = None
 
     async def __call__(self, step: int, snapshot: Path) -> Sequence[DatasetScore]:
         try:

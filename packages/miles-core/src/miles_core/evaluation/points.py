@@ -6,12 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from miles_rollout.errors import first_line
 
-from miles_core.durable.ledger import Ledger
 from miles_core.errors import cause
 from miles_core.monitor import Monitor
+
+if TYPE_CHECKING:
+    from miles_core.durable.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

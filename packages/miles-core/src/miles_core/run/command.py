@@ -13,10 +13,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from miles_core import report
-from miles_core.cluster import RayParts, cluster
+from miles_core.cluster import cluster
 from miles_core.config import Config, to_dict
 from miles_core.durable.rundir import Kind, RunDir
 from miles_core.errors import cause
@@ -29,16 +29,6 @@ from .sft import SftRun
 logger = logging.getLogger(__name__)
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "interrupted": 130}
-
-
-class Run(Protocol):
-    """What `main` drives."""
-
-    async def run(self) -> None: ...
-
-    def summary(self) -> dict[str, Any]:
-        """Fields of `RunSummary` known so far."""
-        ...
 
 
 def main(config: Config, kind: Kind, run_dir: RunDir, *, accept_changes: bool = False) -> int:
@@ -60,17 +50,14 @@ def main(config: Config, kind: Kind, run_dir: RunDir, *, accept_changes: bool = 
 
 async def _run(config: Config, kind: Kind, run_dir: RunDir, monitor: Monitor, *, accept_changes: bool) -> int:
     began = time.monotonic()
-    run: Run | None = None
+    run: RLRun | SftRun | None = None
     error: BaseException | None = None
     _cancel_on_signals()
     try:
         async with cluster(config.ray):
             _cancel_on_signals()  # Ray has put its own handlers in place of ours
-            parts = RayParts(config, run_dir=run_dir)
-            if kind == "rl":
-                run = RLRun(config, run_dir=run_dir, monitor=monitor, parts=parts, accept_changes=accept_changes)
-            else:
-                run = SftRun(config, run_dir=run_dir, monitor=monitor, parts=parts, accept_changes=accept_changes)
+            made = RLRun if kind == "rl" else SftRun
+            run = made(config, run_dir=run_dir, monitor=monitor, accept_changes=accept_changes)
             await run.run()
     except (Exception, asyncio.CancelledError) as caught:
         error = cause(caught)

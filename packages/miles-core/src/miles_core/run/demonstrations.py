@@ -30,23 +30,35 @@ class DemonstrationError(MilesError, ValueError):
 
 
 class SupervisedSource:
-    """Conversations, tokenized once, drawn in a fresh order each epoch."""
+    """Conversations, tokenized once, drawn in a fresh order each epoch.
 
-    def __init__(
-        self,
-        config: SftConfig,
-        *,
-        tokenizer: Path,
-        family: str,
-        seed: int,
-        store: Callable[[Group], Any],
-    ) -> None:
+    Supervised training keeps one in a process of its own: `open`, then a group for each step.
+    """
+
+    def __init__(self, config: SftConfig, *, seed: int, store: Callable[[Group], Any]) -> None:
         """
         Args:
             config: `data` names a callable that returns conversations: lists of messages, or mappings with
                 `messages` and `tools`.
             store: keeps a group where trainer ranks can fetch it.
         """
+        self._config = config
+        self._trajectories: list[Trajectory] = []
+        self._seed = seed
+        self._epoch = 0
+        self._order: list[int] = []
+        self._store = store
+
+    def open(self, *, tokenizer: Path, family: str, skip: int = 0) -> dict[str, Any]:
+        """Load and tokenize the demonstrations; returns their fingerprint, for `fingerprint.compare`.
+
+        Args:
+            skip: conversations to leave out: an earlier start of the run has trained them.
+
+        Raises:
+            DemonstrationError: `sft.data` does not yield conversations.
+        """
+        config = self._config
         loaded = load_tokenizer(tokenizer)
         joiner = Joiner(loaded, choose_family(family, loaded))
         assert config.data is not None, "checked with the configuration"
@@ -58,21 +70,11 @@ class SupervisedSource:
         self._trajectories = [_trajectory(joiner, c, index) for index, c in enumerate(conversations)]
         if not self._trajectories:
             raise DemonstrationError(f"`sft.data` = {config.data!r} yielded no conversation.")
-        self._seed = seed
-        self._epoch = 0
-        self._order: list[int] = []
-        self._store = store
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Of the conversations as they are trained, for `fingerprint.compare`."""
+        for _ in range(skip):
+            self._next()
         return fingerprint_prompts(
             [Prompt(id=t.id, tokens=t.tokens, task={"mask": t.loss_mask}) for t in self._trajectories]
         )
-
-    def skip(self, count: int) -> None:
-        """Leave out the next `count` conversations: an earlier start of the run has trained them."""
-        for _ in range(count):
-            self._next()
 
     def group(self, request: GroupRequest) -> GroupRef:
         """The next `group_size` conversations."""

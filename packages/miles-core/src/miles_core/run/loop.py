@@ -1,10 +1,10 @@
 """The one loop. Synchronous training is `max_staleness = 0`, asynchronous any other number, SFT a loop without engines.
 
-    producer ──put──▶ GroupBuffer ──take──▶ plan ──▶ train ──▶ push ──▶ release ──▶ monitor
-       ▲                                                                   │
-       └─────────── credits: at most (max_staleness + 1) batches ◀─────────┘
+    producer ──put──▶ GroupBuffer ──take──▶ train ──▶ push ──▶ release ──▶ monitor
+       ▲                                                          │
+       └──────── credits: at most (max_staleness + 1) batches ◀───┘
 
-Nothing here knows Ray, torch or SGLang: `trainer` and `sync` are whatever answers the two protocols below.
+Nothing here knows Ray, torch or SGLang: `train` and `push` are whatever does the two.
 """
 
 from __future__ import annotations
@@ -12,46 +12,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from miles_rollout.buffer import GroupBuffer
 from miles_tito.records.summary import GroupRef
 
+from miles_core.batching import Trained
 from miles_core.monitor import Monitor
 from miles_core.monitor.metrics import fate_metrics, rollout_metrics
 
-from .batching import AdvantagesByEpisode, RankWork
+Train = Callable[[Sequence[GroupRef]], Awaitable[Trained]]
+"""Trains one batch of groups on every rank; the new version lies in the trainer alone."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What the trainer ranks report after one batch."""
-
-    version: int
-    metrics: dict[str, float]
-
-
-class TrainerGroup(Protocol):
-    """Every trainer rank, driven together."""
-
-    def plan(self, groups: Sequence[GroupRef], advantages: AdvantagesByEpisode) -> list[RankWork]: ...
-
-    async def train(self, work: Sequence[RankWork]) -> Trained: ...
-
-
-class Sync(Protocol):
-    """Puts one version of the weights into every engine; returns metrics once all of them serve it."""
-
-    async def push(self, version: int) -> dict[str, float]: ...
-
-
-class NoSync:
-    """Stands in where no engine serves the weights (SFT)."""
-
-    async def push(self, version: int) -> dict[str, float]:
-        return {}
-
+Push = Callable[[int], Awaitable[dict[str, float]]]
+"""Puts this version of the weights into the engines; returns metrics once they serve it."""
 
 OnStep = Callable[[int, Sequence[GroupRef], dict[str, float]], Awaitable[dict[str, float]]]
 """Called after each step with its version, its groups and its metrics so far; returns more of them."""
@@ -66,16 +40,18 @@ async def run(
     *,
     produce: Callable[[], Coroutine[Any, Any, None]],
     buffer: GroupBuffer,
-    trainer: TrainerGroup,
-    sync: Sync,
-    advantages: AdvantagesByEpisode,
+    train: Train,
+    push: Push | None,
     monitor: Monitor,
     steps: int,
     on_step: OnStep,
 ) -> None:
     """Train from the buffer's version up to version `steps`, then stop the producer and its last groups.
 
-    Raises whatever ends a producer, a trainer rank or a push: a crashed part ends the run instead of hanging it.
+    Raises whatever ends a producer, a trainer rank or a push: a crashed process ends the run instead of hanging it.
+
+    Args:
+        push: None where no engine serves the weights, as in supervised training.
     """
     async with asyncio.TaskGroup() as tasks:
         producer = tasks.create_task(produce(), name="producer")
@@ -83,11 +59,10 @@ async def run(
             clock = Clock()
             groups = await buffer.take()
             clock.lap("time/take_wait")
-            work = trainer.plan(groups, advantages)
             rollout = rollout_metrics(groups, version=buffer.version)
-            trained = await trainer.train(work)
+            trained = await train(groups)
             clock.lap("time/train", lane="trainer", monitor=monitor)
-            pushed = await sync.push(trained.version)
+            pushed = await push(trained.version) if push else {}
             clock.lap("time/sync", lane="sync", monitor=monitor)
             buffer.set_version(trained.version)
             buffer.release(groups)  # only now: the engines hold the weights trained on these groups

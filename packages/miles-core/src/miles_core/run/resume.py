@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from miles_tito.errors import MilesError
 
 from miles_core.config import Config, to_dict
 from miles_core.config.load import Loaded, load_config
 from miles_core.config.plugins import check_plugins
 from miles_core.durable import rundir
 from miles_core.durable.checkpoints import Checkpoints
-from miles_core.durable.fingerprint import Changes, compare
+from miles_core.durable.fingerprint import compare
 from miles_core.durable.rundir import Kind, RunDir
 
-logger = logging.getLogger(__name__)
-
-
-class ResumeError(MilesError, ValueError):
-    """The run cannot go on as asked."""
+from .changes import ResumeError, refuse
+from .command import main
 
 
 def resume(
@@ -33,7 +27,7 @@ def resume(
     more: int | None = None,
     accept_changes: bool = False,
 ) -> int:
-    """Go on with the run in `path`; returns the exit status of `run.main`.
+    """Go on with the run in `path`; returns the exit status of `command.main`.
 
     Args:
         words: settings laid over the stored configuration, as on the command line.
@@ -60,21 +54,7 @@ def resume(
     sys.path[:0] = list(dict.fromkeys([*loaded.import_paths, *facts.import_paths]))
     check_plugins(config, facts.kind, sources=loaded.sources)
     rundir.write_config(run_dir, to_dict(config))
-    from .command import main
-
     return main(config, facts.kind, run_dir, accept_changes=accept_changes)
-
-
-def refuse(changes: Changes, *, accept_changes: bool) -> None:
-    """Log what a run goes on with although it changed, or raise ResumeError."""
-    if changes.refused and not accept_changes:
-        raise ResumeError(
-            "The run depends on what has changed since it was started:\n"
-            + "\n".join(f"- {sentence}" for sentence in changes.refused)
-            + "\nUndo that, or say --accept-changes to go on with it."
-        )
-    for sentence in changes.refused:
-        logger.warning("accepted: %s", sentence)
 
 
 def _with_steps(loaded: Loaded, kind: Kind, run_dir: RunDir, *, steps: int | None, more: int | None) -> Config:

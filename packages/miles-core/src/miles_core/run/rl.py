@@ -1,6 +1,6 @@
-"""Reinforcement learning: the loop over parts that run, and how it is taken up again where it stopped.
+"""Reinforcement learning: the loop over the processes of a run, and how it goes on where it stopped.
 
-parts ─▶ ┌ load the last commit ─▶ push it ─▶ take up open groups ─▶ loop ┐ ─▶ last evaluation, export ─▶ proof
+start ─▶ ┌ load the last commit ─▶ push it ─▶ restore open groups ─▶ loop ┐ ─▶ last evaluation, export ─▶ proof
          └──────────────────── a trainer rank died ◀──────────────────────┘
 """
 
@@ -18,17 +18,13 @@ from miles_rollout.buffer import GroupBuffer
 from miles_rollout.fates import Fate, FateEvent
 from miles_rollout.producer import Gate, produce
 from miles_rollout.prompts import PromptStream
-from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
 from miles_weightsync.config import PushConfig
 
-from miles_core.actors.rollout_worker import MAX_LOSSES
+from miles_core.cluster import EvalEngines, TrainerLost
 from miles_core.config import Config
-from miles_core.durable.checkpoints import Checkpoint, Checkpoints
-from miles_core.durable.commits import Commits
-from miles_core.durable.fingerprint import compare, fingerprint_model, fingerprint_prompts
-from miles_core.durable.ledger import Ledger, Limits
-from miles_core.durable.rundir import RunDir, environment
+from miles_core.durable.checkpoints import Checkpoint
+from miles_core.durable.rundir import RunDir
 from miles_core.errors import cause
 from miles_core.evaluation.build import build_evaluator
 from miles_core.evaluation.evaluator import Evaluator
@@ -38,12 +34,11 @@ from miles_core.monitor import Monitor, MultiMonitor
 from miles_core.monitor.alarms import Alarms
 from miles_core.monitor.metrics import Arrivals
 from miles_core.monitor.usage import RunUsage
-from miles_core.parts import Parts, TrainerLost
 
 from . import loop
-from .resume import ResumeError, refuse
+from .resume_state import resume_state
+from .run_state import RunState
 from .starting import Started, started
-from .takeup import take_up
 
 logger = logging.getLogger(__name__)
 
@@ -52,43 +47,35 @@ MAX_TRAINER_RESTARTS = 3
 
 
 class RLRun:
-    """One RL run over the given parts; in a directory that an earlier start left, it goes on from there."""
+    """One RL run; in a directory that an earlier start left, it goes on from there. `main` makes it and calls `run`."""
 
-    def __init__(
-        self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts, accept_changes: bool = False
-    ) -> None:
+    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, accept_changes: bool = False) -> None:
         """
         Args:
             accept_changes: go on although the model or the data is another than before.
         """
         self._config = config
-        self._accept_changes = accept_changes
         self._run_dir = run_dir
+        self._state = RunState(config, run_dir=run_dir, accept_changes=accept_changes)
+        self._ledger = self._state.ledger
+        self._commits = self._state.commits
         self._alarms = Alarms(on_alarm=lambda name, text: self._ledger.event("alarm", name, text))
         self._monitor = MultiMonitor([monitor], [self._alarms] if config.monitor.alarms else [])
-        self._parts = parts
-        self._gate = Gate()
-        self._ledger = Ledger.open(run_dir.ledger, create=True)
-        self._checkpoints = Checkpoints(
-            run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
-        )
-        self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self._ledger)
         self._usage: RunUsage | None = None
+        self._gate = Gate()
         self._evaluator: Evaluator = Evaluator()
         self._eval_log = EvalLog(ledger=self._ledger, monitor=self._monitor, present_step=lambda: self.version)
         self._arrivals = Arrivals()
         self._scores: dict[int, float | None] = {}
         self._fates: dict[str, int] = {}
-        self._fingerprint: dict[str, Any] = {}
         self.version = 0
 
     async def run(self) -> None:
         """Start, train, evaluate, stop. Groups that are open when it ends early stay open, for a resumed run."""
         try:
-            self._begin()
-            self._parts.tell(self._ledger.event)
+            self._state.begin()
             async with (
-                started(self._config, run_dir=self._run_dir, parts=self._parts) as run,
+                started(self._config, run_dir=self._run_dir, on_event=self._ledger.event) as run,
                 asyncio.TaskGroup() as running,
             ):
                 watched = [run.fleet.watch(), self._ledger.watch()]
@@ -121,40 +108,6 @@ class RLRun:
 
     # ---- from the last commit to the last step
 
-    def _begin(self) -> None:
-        """A new start in the ledger: of a new run, or from the newest committed step of an old one."""
-        rollout = self._config.rollout
-        self._checkpoints.clean()
-        found = self._checkpoints.latest()
-        self._check_commits(found.step if found else 0)
-        recovered = self._ledger.recover_spooled(self._run_dir.trajectories)
-        start = self._ledger.start(
-            None if self._ledger.is_new else found.step if found else 0,
-            limits=Limits(
-                max_staleness=None if rollout.trains_stale_groups else rollout.max_staleness,
-                credits=rollout.num_credits,
-                retries=MAX_LOSSES * (rollout.retries + 1) - 1,
-            ),
-            info=environment(),
-        )
-        if start:
-            step = found.step if found else 0
-            logger.info("start %d goes on from step %d; %d groups were on disk alone", start, step, recovered)
-
-    def _check_commits(self, step: int) -> None:
-        """What the ledger calls committed must be there: going on from less would undo it without a word."""
-        if step >= (committed := self._ledger.last_commit()):
-            return
-        lost = (
-            f"Step {committed} is committed, but the newest complete checkpoint in {self._run_dir.checkpoints} is of "
-            f"step {step}: {committed - step} committed steps would be undone."
-        )
-        if not self._accept_changes:
-            raise ResumeError(
-                f"{lost} Bring the missing checkpoint back, or say --accept-changes to train those steps again."
-            )
-        logger.warning("accepted: %s", lost)
-
     async def _train_to_the_end(self, run: Started) -> None:
         """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""
         restarts, are_lost = 0, False
@@ -179,35 +132,28 @@ class RLRun:
             are_lost = True
 
     async def _go_back(self, run: Started, *, in_place: bool) -> Checkpoint | None:
-        """Trainer, ledger and monitors to the newest checkpoint, which is returned; without one, to step 0.
-
-        Args:
-            in_place: this process trained before; a new one is where it is by `_begin`.
-        """
-        found = self._checkpoints.latest()
-        step = found.step if found else 0
-        if found:
-            await self._commits.load(found.path, run.trainers)
+        """Trainer, evaluations, ledger and monitors to the newest checkpoint, which is returned; else to step 0."""
+        commit = await self._state.load(run.trainers)
+        step = commit.step if commit else 0
         await self._evaluator.rewind(step)
-        returned = self._ledger.rewind(step) if in_place else 0
+        self._state.rewind(step, in_place=in_place)
         self._monitor.rewind(step)
-        self.version = self._commits.last = step
-        if returned:
-            logger.info("back at step %d: %d groups trained after it return to the buffer", step, returned)
-        return found
+        self.version = step
+        return commit
 
     async def _train(self, run: Started, in_flight: InFlight, commit: Checkpoint | None) -> None:
         """Push the version that the trainer holds, then the loop, with evaluations before, during and after it."""
-        config = self._config
+        config, rollout = self._config, self._config.rollout
         await run.trainers.connect(run.fleet.urls, self._push_config(run))
-        await run.trainers.push(self.version)
+        push = partial(run.trainers.push, engines=run.fleet.supervisor)
+        await push(self.version)
         logger.info("the engines serve version %d", self.version)
         prompts = await run.workers.prompts(config.env.split, config.env.num_prompts)
-        self._check_unchanged(run, prompts, commit)
+        self._state.check_unchanged(run.policy, prompts, commit)
         stream = PromptStream(prompts, seed=config.run.seed)
         stream.restore({**stream.state(), "drawn": self._ledger.drawn()})
-        resume = take_up(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)
-        buffer = GroupBuffer(config.rollout, observer=self._observe, version=self.version)
+        resume = resume_state(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)
+        buffer = GroupBuffer(rollout, observer=self._observe, version=self.version)
         buffer.restore(resume)
         is_start = not self.version and config.eval.at_start
         if (is_start or config.eval.is_due(self.version)) and (metrics := await self._evaluate()):
@@ -215,7 +161,8 @@ class RLRun:
         if self._usage is None:
             self._usage = RunUsage(await run.sessions.counters(), monitor=self._monitor)
         if commit is None:
-            await self._commit(run, 0)  # a run that dies in its first steps goes on from here
+            await self._state.commit(run.trainers, 0)  # a run that dies in its first steps goes on from here
+        advantages = partial(advantages_by_episode, advantage=rollout.advantage)
         try:
             await loop.run(
                 produce=partial(
@@ -223,15 +170,14 @@ class RLRun:
                     prompts=stream,
                     buffer=buffer,
                     run_group=in_flight,
-                    group_size=config.rollout.group_size,
+                    group_size=rollout.group_size,
                     gate=self._gate,
                     spool=self._finished,
                     resume=resume,
                 ),
                 buffer=buffer,
-                trainer=run.trainers,
-                sync=run.trainers,
-                advantages=partial(advantages_by_episode, advantage=config.rollout.advantage),
+                train=partial(run.trainers.train, advantages=advantages),
+                push=push,
                 monitor=self._monitor,
                 steps=config.run.steps,
                 on_step=partial(self._after_step, run),
@@ -250,13 +196,6 @@ class RLRun:
         self._ledger.abort_open("run ended")  # too late for the last step, which no rewind takes back any more
         await run.trainers.export(self._run_dir.checkpoints / "final")
         self._ledger.require_sound()
-
-    def _check_unchanged(self, run: Started, prompts: Sequence[Prompt], commit: Checkpoint | None) -> None:
-        """Model and data are those that the last commit was made with."""
-        self._fingerprint = {"model": fingerprint_model(run.policy), "prompts": fingerprint_prompts(prompts)}
-        if commit is not None:
-            before = self._checkpoints.load_state(commit)["fingerprint"]
-            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
 
     # ---- called by the loop
 
@@ -280,23 +219,13 @@ class RLRun:
         more = self._usage.step(
             await run.sessions.counters(), train_seconds=metrics["time/train"], episodes=int(metrics["batch/episodes"])
         )
-        more |= self._arrivals.metrics() | run.fleet.metrics()
+        more |= self._arrivals.metrics() | run.fleet.supervisor.metrics()
         if self._config.eval.is_due(version):
             more |= await self._evaluate()
         # Nothing may be awaited behind this: a step that is committed has its row in the metrics.
         if self._commits.is_due(version, is_last=version == self._config.run.steps):
-            more |= await self._commit(run, version)
+            more |= await self._state.commit(run.trainers, version)
         return more
-
-    async def _commit(self, run: Started, step: int) -> dict[str, float]:
-        state = {
-            "version": step,
-            "drawn": self._ledger.drawn(),
-            "next_group": self._ledger.next_group(),
-            "open_groups": [group.id for group in self._ledger.open_groups()],
-            "fingerprint": self._fingerprint,
-        }
-        return await self._commits.begin(step, trainers=run.trainers, state=state)
 
     async def _evaluate(self) -> dict[str, float]:
         """Have the present weights evaluated, unless they have a score already."""
@@ -315,7 +244,9 @@ class RLRun:
             prompts=run.workers.prompts,
             run_group_into=run.workers.evaluate_into,
             export=run.trainers.export_serving,
-            serving=partial(self._parts.evaluation, run.model),
+            serving=lambda: EvalEngines(
+                self._config, run_dir=self._run_dir, model=run.model, on_event=self._ledger.event
+            ),
         )
 
     def _push_config(self, run: Started) -> PushConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,34 +14,33 @@ from typing import Any
 
 from miles_rollout.buffer import GroupBuffer
 from miles_rollout.config import RolloutConfig
-from miles_rollout.dispatch import GroupRequest
 from miles_rollout.producer import produce
 from miles_rollout.prompts import PromptStream
 from miles_tito.records import Prompt
 from miles_tito.records.summary import GroupRef
 from miles_train import SftLoss, TrainConfig
 
-from miles_core.cluster import spawn
-from miles_core.cluster.actors import SupervisedActor
+from miles_core.cluster import Remote, TrainerRanks, stop_together
+from miles_core.cluster.remote import put
 from miles_core.config import Config
 from miles_core.durable.checkpoints import Checkpoint, Checkpoints
-from miles_core.durable.commits import TRAINER, Commits
 from miles_core.durable.fingerprint import compare, fingerprint_model
 from miles_core.durable.rundir import RunDir
-from miles_core.monitor import Monitor
-from miles_core.parts import Parts, Trainers, stop_parts
+from miles_core.monitor import JsonlMonitor, Monitor, RunSummary
 
 from . import loop
-from .demonstrations import imitate
-from .resume import refuse
+from .changes import refuse
+from .commits import TRAINER, Commits
+from .demonstrations import SupervisedSource, imitate
 
 
 class SftRun:
-    """`miles sft`: supervised training is the whole job. In a directory that an earlier start left, it goes on."""
+    """Supervised training as the whole job, `miles sft`; `main` makes it and calls `run`.
 
-    def __init__(
-        self, config: Config, *, run_dir: RunDir, monitor: Monitor, parts: Parts, accept_changes: bool = False
-    ) -> None:
+    In a directory that an earlier start left, it goes on from there.
+    """
+
+    def __init__(self, config: Config, *, run_dir: RunDir, monitor: Monitor, accept_changes: bool = False) -> None:
         """
         Args:
             accept_changes: go on although the model or the data is another than before.
@@ -48,7 +48,6 @@ class SftRun:
         self._config = config
         self._accept_changes = accept_changes
         self._fingerprint: dict[str, Any] = {}
-        self._parts = parts
         self._run_dir = run_dir
         self._monitor = monitor
         self._checkpoints = Checkpoints(
@@ -63,7 +62,7 @@ class SftRun:
         self._checkpoints.clean()
         found = self._checkpoints.latest()
         self._steps = found.step if found else 0
-        trainers = self._parts.trainers()
+        trainers = TrainerRanks(self._config.train, self._config.quant)
         try:
             model = await trainers.prepare_model(self._config.model, self._run_dir.model)
             await train_supervised(
@@ -79,13 +78,13 @@ class SftRun:
             await trainers.export(self._run_dir.checkpoints / "final")
         finally:
             await self._commits.forget()
-            await stop_parts([trainers])
+            await stop_together([trainers])
 
     def summary(self) -> dict[str, Any]:
         return {"steps": self._steps, "seconds": time.monotonic() - self._began}
 
     async def _after_step(
-        self, trainers: Trainers, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
+        self, trainers: TrainerRanks, version: int, groups: Sequence[GroupRef], metrics: dict[str, float]
     ) -> dict[str, float]:
         self._steps = version
         await self._commits.check()
@@ -119,7 +118,7 @@ def sft_train_config(config: Config) -> TrainConfig:
 async def train_supervised(
     config: Config,
     *,
-    trainers: Trainers,
+    trainers: TrainerRanks,
     model: Path,
     monitor: Monitor,
     on_step: loop.OnStep = loop.nothing_more,
@@ -131,35 +130,50 @@ async def train_supervised(
     Args:
         on_data: called with the fingerprint of the demonstrations before anything is trained.
     """
-    source, step = spawn(SupervisedActor)(), found.step if found else 0
-    batch_size = config.sft.batch_size
-    opened = source.open.remote(
-        config.sft, tokenizer=model, family=config.model.family, seed=config.run.seed, skip=step * batch_size
-    )
-    _, data = await asyncio.gather(trainers.setup(sft_train_config(config), model), opened)
-    if on_data is not None:
-        on_data(data)
-    if found:
-        await trainers.load(found.path / TRAINER)
-    monitor.rewind(step)
-    buffer = GroupBuffer(_one_group_a_step(batch_size), version=step)
-    await loop.run(
-        produce=partial(
-            produce,
-            prompts=PromptStream(_draws()),
+    step, batch_size = found.step if found else 0, config.sft.batch_size
+    source = Remote(SupervisedSource, kind="source of demonstrations")
+    source.spawn(config.sft, seed=config.run.seed, store=put)
+    try:
+        opened = source.call("open", tokenizer=model, family=config.model.family, skip=step * batch_size)
+        _, data = await asyncio.gather(trainers.setup(sft_train_config(config), model), opened)
+        if on_data is not None:
+            on_data(data)
+        if found:
+            await trainers.load(found.path / TRAINER)
+        monitor.rewind(step)
+        buffer = GroupBuffer(_one_group_a_step(batch_size), version=step)
+        await loop.run(
+            produce=partial(
+                produce,
+                prompts=PromptStream(_draws()),
+                buffer=buffer,
+                run_group=partial(source.call, "group"),
+                group_size=batch_size,
+            ),
             buffer=buffer,
-            run_group=_Draw(source),
-            group_size=batch_size,
-        ),
-        buffer=buffer,
-        trainer=trainers,
-        sync=loop.NoSync(),
-        advantages=imitate,
-        monitor=monitor,
-        steps=config.sft.steps,
-        on_step=on_step,
-    )
-    buffer.close()
+            train=partial(trainers.train, advantages=imitate),
+            push=None,
+            monitor=monitor,
+            steps=config.sft.steps,
+            on_step=on_step,
+        )
+        buffer.close()
+    finally:
+        source.kill()
+
+
+async def warm_up(config: Config, *, trainers: TrainerRanks, model: Path, run_dir: RunDir, out: Path) -> None:
+    """Supervised training before RL: the same ranks, the same loop, its own metrics under `<run>/sft/`.
+
+    Trains `sft.steps` steps on demonstrations; the warmed-up model appears whole at `out`.
+    """
+    shutil.rmtree(run_dir.sft, ignore_errors=True)  # of a start that was killed before it was done
+    run_dir.sft.mkdir()
+    monitor = JsonlMonitor(run_dir.sft)
+    began = time.monotonic()
+    await train_supervised(config, trainers=trainers, model=model, monitor=monitor)
+    await trainers.export(out)
+    monitor.finish(RunSummary(status="finished", steps=config.sft.steps, seconds=time.monotonic() - began))
 
 
 def _one_group_a_step(batch_size: int) -> RolloutConfig:
@@ -179,13 +193,3 @@ def _one_group_a_step(batch_size: int) -> RolloutConfig:
 def _draws() -> Iterator[Prompt]:
     """Names for the draws; what is drawn, the source decides."""
     return (Prompt(id=f"demonstrations-{number}") for number in itertools.count())
-
-
-class _Draw:
-    """The source as the producer calls it."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    async def __call__(self, request: GroupRequest) -> GroupRef:
-        return await self._source.run_group.remote(request)

@@ -1,4 +1,4 @@
-"""Ray up and down, and how every actor of a run is made and ended."""
+"""Ray itself, up for the duration of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ from miles_tito.errors import MilesError
 from miles_core.config import RayConfig
 
 logger = logging.getLogger(__name__)
-
-STOP_S = 8.0
-"""Every part of a run ends within this, or is killed."""
 
 LAST_LINES = 8
 """Lines of a log of Ray that an error shows."""
@@ -85,32 +82,3 @@ def _last_words(error: str) -> str:
     ]
     # A fork of this process can hang before it becomes Ray's: torch's gloo groups do that to it.
     return "\n".join(tails) or f"Neither gcs_server nor raylet wrote anything into {logs}: they hang, or never ran."
-
-
-def spawn(
-    actor: Any, *, threads: int | None = None, num_gpus: int = 0, concurrency: int | None = None
-) -> Callable[..., Any]:
-    """How to make one `actor`: call the result with its arguments. CPUs are not reserved: on a small machine every
-    actor shares them."""
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus}
-    if threads is not None:
-        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
-    if concurrency is not None:
-        options["max_concurrency"] = concurrency
-    return actor.options(**options).remote
-
-
-async def stop_all(handles: Sequence[Any], *, what: str) -> None:
-    """Ask every actor to stop, wait a bounded time, then kill."""
-    if not handles:
-        return
-    done = asyncio.gather(*(handle.stop.remote() for handle in handles), return_exceptions=True)
-    try:
-        async with asyncio.timeout(STOP_S):
-            for result in await done:
-                if isinstance(result, Exception):
-                    logger.warning("a %s did not stop cleanly: %s", what, result)
-    except TimeoutError:
-        logger.warning("%d %ss did not stop within %.0f s and are killed", len(handles), what, STOP_S)
-    for handle in handles:
-        ray.kill(handle)

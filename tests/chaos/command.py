@@ -1,4 +1,4 @@
-"""`miles chaos`: runs that break in every way that their seed says, and what they must keep all the same."""
+"""`make chaos`: runs that break in every way that their seed says, and what they must keep all the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_seeds(seeds: Sequence[int], config: Config | None = None) -> Iterator[Ve
         yield verdict if verdict.is_sound else shrink(verdict, settings)
 
 
-def main(first: int, count: int, config: Config | None, *, words: Sequence[str], as_json: bool) -> bool:
+def play_seeds(first: int, count: int, config: Config | None, *, words: Sequence[str], as_json: bool) -> bool:
     """Play `count` seeds from `first` on and print what they showed; True if every invariant held."""
     began, broken, events, starts, faults = time.monotonic(), 0, 0, 0, Counter[str]()
     for verdict in run_seeds(range(first, first + count), config):
@@ -72,7 +72,8 @@ def describe(verdict: Verdict, words: Sequence[str] = ()) -> str:
     lines += ["broken: " + first.text, *(f"    and: {problem.text}" for problem in others[:4])]
     if verdict.story:
         lines += ["", verdict.story.rstrip(), ""]
-    return "\n".join([*lines, f"again: {' '.join(['miles chaos', *words, '--seed', str(verdict.seed)])}"])
+    settings = f" CONFIG='{' '.join(words)}'" if words else ""
+    return "\n".join([*lines, f"again: make chaos SEED={verdict.seed}{settings}"])
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:

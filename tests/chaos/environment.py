@@ -8,7 +8,6 @@ from typing import Any
 
 from miles_tito.records import Ctx, EpisodeResult, Message, Outcome, Policy, Prompt
 
-from .sessions import ScriptedSessions
 from .world import World
 
 LONG = 0.15
@@ -23,9 +22,6 @@ class ScriptedEnv:
     def __init__(self, world: World, *, num_prompts: int) -> None:
         self._world = world
         self._num_prompts = num_prompts
-        self.sessions: ScriptedSessions | None = None
-        self.running = 0
-        """Episodes that have not come back."""
 
     def tasks(self, split: str) -> Iterable[Prompt]:
         return self.prompts(split, self._num_prompts)
@@ -35,32 +31,25 @@ class ScriptedEnv:
         return [Prompt(id=f"{split}-{i}") for i in range(count)]
 
     async def run(self, prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
-        self.running += 1
-        try:
-            return await self._play(prompt, policy, ctx)
-        finally:
-            self.running -= 1
-
-    async def aclose(self) -> None:
-        return None
-
-    async def _play(self, prompt: Prompt, policy: Policy, ctx: Ctx) -> EpisodeResult:
-        assert self.sessions is not None, "the workers are connected before they run anything"
         assert policy.session_id is not None
         fault = self._world.fault("env_raises", "env_hangs", "env_stays", "env_slow", "verifier_fails")
         kind = fault.kind if fault is not None else ""
         dice = self._world.dice
         is_long = dice("long", prompt.id) < LONG
+        server = self._world.session_servers[policy.base_url]
         messages: list[Message] = [_user("ask")]
         for turn in range(1 + int(2 * dice("turns", ctx.episode_id, ctx.attempt))):
             tokens = 2 + int((24 if is_long else 5) * dice("tokens", ctx.episode_id, ctx.attempt, turn))
-            reply = await self.sessions.chat(policy.session_id, messages, max_tokens=tokens)
+            reply = await server.chat(policy.session_id, messages, max_tokens=tokens)
             messages += [reply, _user("go on")]
             await asyncio.sleep(4 * dice("tool", ctx.episode_id, ctx.attempt, turn) ** 3)
             await _misbehave(kind)
         if kind == "verifier_fails":
             return EpisodeResult(outcome=Outcome.VERIFIER_INVALID, error="the verifier gave no verdict")
         return EpisodeResult(outcome=Outcome.GRADED, reward=self._reward(prompt, ctx))
+
+    async def aclose(self) -> None:
+        return None
 
     def _reward(self, prompt: Prompt, ctx: Ctx) -> float:
         """Every fifth prompt is always solved, the siblings of the others differ."""

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from miles_tito.errors import MilesError
-
 from miles_core.config import Config
 from miles_core.durable.ledger import why
 from miles_core.run.rl import MAX_TRAINER_RESTARTS
+from miles_tito.errors import MilesError
 
 from .check import check
 from .environment import ScriptedEnv
 from .evidence import Evidence, Problem
 from .faults import KINDS, Fault
-from .parts import num_prompts
 from .record import Record
+from .settings import num_prompts
 from .start import RECORD, Ended, Plant, open_run_dir, play_start
 
 SHM = Path("/dev/shm")
@@ -80,7 +79,7 @@ def _play(seed: int, config: Config, faults: Sequence[Fault], root: Path, plant:
             )
             break
         ends.append(play_start(config, root=root, seed=seed, start=start, faults=faults, plant=plant))
-        problems += _of_end(ends[-1], start, record)
+        problems += _of_end(ends[-1], start, record, ranks=config.train.ranks)
     evidence = Evidence(
         config=config,
         run_dir=open_run_dir(root),
@@ -113,23 +112,23 @@ def shrink(verdict: Verdict, config: Config, *, plant: Plant | None = None) -> V
     return verdict
 
 
-def _of_end(ended: Ended, start: int, record: Record) -> list[Problem]:
+def _of_end(ended: Ended, start: int, record: Record, *, ranks: int) -> list[Problem]:
     """What is wrong with how a start ended; a fault may end one, and nothing else may."""
     problems = [Problem(text=f"Start {start}: {text}") for text in ended.problems]
     if ended.end == "failed":
         faults = [fault for _, fields in record.entries("fault") if (fault := Fault(**fields)).start == start]
-        if not _explains(faults, ended.error):
+        if not _explains(faults, ended.error, ranks=ranks):
             problems.insert(0, Problem(text=f"Start {start} ended by itself: {ended.error}"))
     return problems
 
 
-def _explains(faults: Sequence[Fault], error: str) -> bool:
+def _explains(faults: Sequence[Fault], error: str, *, ranks: int) -> bool:
     """Whether these faults of one start may end it with this error."""
     name = error.split(":")[0]
     if name == "TrainerLost":
         lost = [fault for fault in faults if fault.kind.startswith("trainer_lost")]
         is_in_a_row = len(lost) > MAX_TRAINER_RESTARTS
-        return is_in_a_row or any(fault.nth == 1 for fault in lost)  # before there was anything to go on from
+        return is_in_a_row or any(fault.nth <= ranks for fault in lost)  # before there was anything to go on from
     return any(KINDS[fault.kind].ends_with == name for fault in faults)
 
 

@@ -2,7 +2,7 @@
 
 ```
  train(v+1) ── push(v+1) ── train(v+2) ── …      sync(v+1) of an engine that came back fits in between the two
- └──── one turn ───────┘   └──────────
+ └──── one step ───────┘   └──────────
 ```
 """
 
@@ -13,20 +13,23 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 
-class Turns:
-    """The order of steps, pushes, and syncs of single engines."""
+class PushOrder:
+    """Keeps optimizer steps, pushes to all engines, and pushes to single ones out of each other's way.
+
+    `TrainerRanks` asks it before each of the three.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._version: int | None = None
         self._known = asyncio.Event()
         self._is_ahead = False
-        """A step was trained and not pushed; its turn is still on."""
+        """A step was trained and not pushed; the lock is still its."""
 
     async def begin_step(self) -> None:
-        """Before a step changes the weights; the turn ends with their push, or with `forget`.
+        """Before a step changes the weights; nothing else leaves the trainer until their push, or `invalidate`.
 
-        Steps that nobody pushes, as of supervised training, share one turn.
+        Steps that nobody pushes, as of supervised training, follow one another.
         """
         if not self._is_ahead:
             await self._lock.acquire()
@@ -47,7 +50,7 @@ class Turns:
 
     @asynccontextmanager
     async def sync(self) -> AsyncGenerator[int]:
-        """Around a push to one engine: waits for its time, and gives the version that the trainer holds."""
+        """Around a push to one engine: waits until one may leave, and gives the version that the trainer holds."""
         while True:
             await self._known.wait()
             async with self._lock:
@@ -55,7 +58,7 @@ class Turns:
                     yield self._version
                     return
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The trainer's weights are lost: no engine is synced before the next push."""
         self._set(None)
         if self._is_ahead:

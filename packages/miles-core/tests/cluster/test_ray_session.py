@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from miles_core.cluster.processes import LAST_LINES, RayStartError, cluster
+from miles_core.cluster.ray_session import LAST_LINES, RayStartError, cluster
 from miles_core.config import RayConfig
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from miles_core.cluster.parts import with_receiver
+from miles_core.run.starting import with_receiver
 from miles_rollout.engines import EngineConfig
 from miles_rollout.engines.command import server_command
 from miles_weightsync.config import LOADER, PushConfig

@@ -1,6 +1,6 @@
-"""Scripted engines behind a scripted router.
+"""Scripted engines behind a scripted router, each in the place of the object that runs the real one.
 
-Each engine samples the word of the weights that it holds. It pauses for pushes, and can die, hang, and lose requests.
+An engine samples the word of the weights that it holds. It pauses for pushes, and can die, hang, and lose requests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
-from miles_rollout.engines import EngineProbe
+from miles_rollout.engines import EngineDied, EngineProbe
 from miles_tito.engine.generation import GenerateRequest, Generation, join, one_version
 from miles_tito.errors import EngineError, RequestSwallowed
 from miles_tito.records import FinishReason
@@ -17,6 +17,7 @@ from miles_tito.records import FinishReason
 from . import language
 from .world import World
 
+FIRST_PORT, ROUTER_PORT = 9000, 8000
 TOKEN_S = 0.5
 RESTART_S = 20.0
 SILENCE_S = 90.0
@@ -25,44 +26,46 @@ LATE_S = 60.0
 
 
 class ScriptedServer:
-    """One engine; implements `miles_rollout.engines.supervisor.Server`."""
+    """One engine; answers like `miles_rollout.engines.EngineServer`."""
 
     def __init__(self, url: str, world: World) -> None:
-        self._url = url
+        self.url = url
         self._world = world
         self.node: int | None = None
         """Weights that it samples with; None before the first push and in the middle of one."""
         self.version = -1
-        self.is_up = True
+        self.is_up = False
         self.is_hung = False
         self._changed = asyncio.Event()
         """Set, and replaced, whenever a call may have to look up."""
         self._calls: dict[str, bool] = {}
         """Whether each was aborted."""
 
-    @property
-    def url(self) -> str:
-        return self._url
-
-    # ---- for the supervisor
+    # ---- for the fleet
 
     async def start(self) -> None:
         await self._world.wait(RESTART_S)
         self.is_up, self.is_hung = True, False
 
-    async def ended(self) -> str:
+    async def wait_ready(self) -> str:
+        return self.url
+
+    async def watch(self) -> None:
         while self.is_up:
             await self._changed.wait()
-        return "killed"
+        raise EngineDied(f"The engine at {self.url} was killed.")
 
-    async def kill(self) -> None:
+    async def stop(self) -> None:
+        self.died()
+
+    async def log_tail(self) -> str:
+        return ""
+
+    def died(self) -> None:
         """Process and weights are gone, and every call with them."""
         self.is_up = False
         self.node, self.version = None, -1
         self._notify()
-
-    async def log_tail(self) -> str:
-        return ""
 
     @property
     def answers(self) -> bool:
@@ -114,7 +117,7 @@ class ScriptedServer:
         await asyncio.sleep(TOKEN_S)
         fault = self._world.fault("engine_dies", "engine_hangs")
         if fault is not None and fault.kind == "engine_dies":
-            await self.kill()
+            self.died()
         elif fault is not None:
             self.is_hung = True
         while self.is_up and (self.is_hung or (self.node is None and not self._calls[rid])):
@@ -125,22 +128,40 @@ class ScriptedServer:
         self._changed = asyncio.Event()
 
 
-class Router:
-    """Sends each call to a serving engine; implements tito's `Engine` and `supervisor.Routing`."""
+class ScriptedRouter:
+    """Answers like `miles_rollout.engines.router.Router`, and is the engine that session servers see."""
 
-    def __init__(self, servers: Sequence[ScriptedServer], world: World) -> None:
-        self._servers = {server.url: server for server in servers}
+    def __init__(self, world: World) -> None:
         self._world = world
         self._urls: tuple[str, ...] = ()
         self._routed = asyncio.Event()
 
-    async def route(self, urls: Sequence[str]) -> None:
+    # ---- for the fleet
+
+    async def start(self) -> str:
+        url = f"http://127.0.0.1:{ROUTER_PORT}"
+        self._world.routers[url] = self
+        return url
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    async def set_workers(self, urls: Sequence[str], timeout_s: float) -> None:
         await self._world.wait(0.2)
         self._urls = tuple(urls)
         if urls:
             self._routed.set()
         else:
             self._routed.clear()
+
+    async def stop(self) -> None:
+        return None
+
+    def died(self) -> None:
+        self._routed.clear()
+
+    # ---- for sessions
 
     async def generate(self, request: GenerateRequest) -> Generation:
         try:
@@ -153,7 +174,7 @@ class Router:
         yield await self.generate(request)
 
     async def abort(self, rid: str) -> None:
-        for server in self._servers.values():
+        for server in self._world.engines.values():
             server.abort(rid)
 
     async def aclose(self) -> None:
@@ -165,7 +186,7 @@ class Router:
             await asyncio.Event().wait()
         await self._routed.wait()
         server = self._urls[int(self._world.dice("route", request.session_id) * len(self._urls))]
-        generation = await self._servers[server].generate(request)
+        generation = await self._world.engines[server].generate(request)
         if fault is not None:
             await asyncio.sleep(LATE_S)
         return generation
@@ -174,8 +195,8 @@ class Router:
 class ScriptedProbe(EngineProbe):
     """Asks the scripts."""
 
-    def __init__(self, servers: Sequence[ScriptedServer]) -> None:
-        self._servers = {server.url: server for server in servers}
+    def __init__(self, world: World) -> None:
+        self._servers = world.engines
 
     async def version(self, url: str) -> int | None:
         server = self._servers[url]

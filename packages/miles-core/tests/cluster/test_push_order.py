@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from miles_core.cluster.turns import Turns
+from miles_core.cluster.push_order import PushOrder
 
 
 async def settled() -> None:
@@ -16,22 +16,22 @@ async def settled() -> None:
 class Syncing:
     """A sync that is asked for at once and notes the version it got."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, order: PushOrder) -> None:
         self.version: int | None = None
-        self._turns = turns
+        self._order = order
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        async with self._turns.sync() as version:
+        async with self._order.sync() as version:
             self.version = version
 
 
 async def test_a_sync_waits_for_the_first_push():
-    turns = Turns()
-    sync = Syncing(turns)
+    order = PushOrder()
+    sync = Syncing(order)
     await settled()
     assert sync.version is None
-    async with turns.push(0):
+    async with order.push(0):
         await settled()
         assert sync.version is None
     await sync.task
@@ -39,65 +39,65 @@ async def test_a_sync_waits_for_the_first_push():
 
 
 async def test_a_sync_asked_for_during_a_step_gets_the_version_of_its_push():
-    turns = Turns()
-    async with turns.push(4):
+    order = PushOrder()
+    async with order.push(4):
         pass
-    await turns.begin_step()
-    sync = Syncing(turns)
+    await order.begin_step()
+    sync = Syncing(order)
     await settled()
     assert sync.version is None
-    async with turns.push(5):
+    async with order.push(5):
         pass
     await sync.task
     assert sync.version == 5
 
 
 async def test_a_step_waits_for_a_sync_that_runs():
-    turns = Turns()
-    async with turns.push(4):
+    order = PushOrder()
+    async with order.push(4):
         pass
-    async with turns.sync() as version:
+    async with order.sync() as version:
         assert version == 4
-        step = asyncio.create_task(turns.begin_step())
+        step = asyncio.create_task(order.begin_step())
         await settled()
         assert not step.done()
     await step
 
 
 async def test_nothing_is_synced_between_the_loss_of_the_trainer_and_the_next_push():
-    turns = Turns()
-    async with turns.push(4):
+    order = PushOrder()
+    async with order.push(4):
         pass
-    await turns.begin_step()
-    turns.forget()
-    sync = Syncing(turns)
+    await order.begin_step()
+    order.invalidate()
+    sync = Syncing(order)
     await settled()
     assert sync.version is None
-    async with turns.push(3):
+    async with order.push(3):
         pass
     await sync.task
     assert sync.version == 3
 
 
 async def test_a_push_that_raised_leaves_no_version_behind():
-    turns = Turns()
-    await turns.begin_step()
+    order = PushOrder()
+    await order.begin_step()
     try:
-        async with turns.push(1):
+        async with order.push(1):
             raise RuntimeError("a rank died")
     except RuntimeError:
         pass
-    sync = Syncing(turns)
+    sync = Syncing(order)
     await settled()
     assert sync.version is None
     sync.task.cancel()
 
 
 async def test_steps_without_a_push_follow_one_another():
-    turns = Turns()
+    order = PushOrder()
     for _ in range(3):
-        await asyncio.wait_for(turns.begin_step(), 1)
-    async with turns.push(0):
+        await asyncio.wait_for(order.begin_step(), 1)
+    async with order.push(0):
         pass
-    async with turns.sync() as version:
+    async with order.sync() as version:
         assert version == 0

@@ -15,15 +15,15 @@ from miles_core.durable.ledger import Ledger, OpenGroup
 from miles_core.durable.spool import SpoolAddress, read_group, spooled
 
 
-class TakeUpError(MilesError, ValueError):
+class ResumeDataError(MilesError, ValueError):
     """The data does not hold what the ledger says was issued from it."""
 
 
-def take_up(ledger: Ledger, *, trajectories: Path, prompts: Sequence[Prompt]) -> Resume:
-    """Everything that was open when the run stopped, as buffer and producer take it up.
+def resume_state(ledger: Ledger, *, trajectories: Path, prompts: Sequence[Prompt]) -> Resume:
+    """Everything that was open when the run stopped, as buffer and producer need it to go on.
 
     Raises:
-        TakeUpError: a prompt that has to run again is not among `prompts`.
+        ResumeDataError: a prompt that has to run again is not among `prompts`.
         SpoolError: a group that the ledger calls finished cannot be read back.
     """
     by_id = {prompt.id: prompt for prompt in prompts}
@@ -71,7 +71,7 @@ def _on_this_branch(group: OpenGroup, trajectory: TrajectorySummary) -> Trajecto
 def _prompt(prompt_id: str, prompts: Mapping[str, Prompt]) -> Prompt:
     found = prompts.get(prompt_id)
     if found is None:
-        raise TakeUpError(
+        raise ResumeDataError(
             f"The ledger says that prompt {prompt_id!r} was issued and is not finished, but it is not among the "
             f"{len(prompts)} prompts of the data. Resume with the data that the run was started with."
         )

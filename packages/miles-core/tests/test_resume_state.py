@@ -1,4 +1,4 @@
-"""What a stopped run left, as buffer and producer take it up."""
+"""What a stopped run left, as buffer and producer need it to go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from core_records import make_group
 from miles_core.durable.ledger import Ledger
 from miles_core.durable.spool import SpoolWriter, fetch_groups
-from miles_core.run.takeup import TakeUpError, take_up
+from miles_core.run.resume_state import ResumeDataError, resume_state
 from miles_rollout.fates import Fate, FateEvent
 from miles_tito.records import Prompt
 from miles_tito.records.summary import summarize
@@ -48,7 +48,7 @@ def test_every_kind_of_open_group_comes_back_as_what_it_was(ledger: Ledger, tmp_
     event(ledger, "g3", Fate.STALE, will_retry=True)
     spool.close()
     ledger.rewind(0)
-    resume = take_up(ledger, trajectories=tmp_path / "trajectories", prompts=PROMPTS)
+    resume = resume_state(ledger, trajectories=tmp_path / "trajectories", prompts=PROMPTS)
     admitted, spooled, running = resume.groups
     assert (admitted.id, admitted.is_admitted, admitted.prompt) == ("g0", True, PROMPTS[0])
     assert (spooled.id, spooled.is_admitted) == ("g1", False)
@@ -73,12 +73,12 @@ def test_tokens_of_steps_that_were_lost_are_as_old_as_they_are_far(ledger: Ledge
     spool.close()
     ledger.commit(2, "step-000002")
     ledger.rewind(2)
-    resume = take_up(ledger, trajectories=tmp_path / "trajectories", prompts=PROMPTS)
+    resume = resume_state(ledger, trajectories=tmp_path / "trajectories", prompts=PROMPTS)
     versions = {group.id: group.ref.oldest_version for group in resume.groups if group.ref is not None}
     assert versions == {"g0": 1, "g1": 1}, "step 3 lies one step beyond 2, on a branch that is no more"
 
 
 def test_a_prompt_that_the_data_no_longer_has_is_named(ledger: Ledger, tmp_path: Path) -> None:
     event(ledger, "g9", Fate.IN_FLIGHT)
-    with pytest.raises(TakeUpError, match=r"'p-g9' was issued and is not finished.*6 prompts"):
-        take_up(ledger, trajectories=tmp_path, prompts=PROMPTS)
+    with pytest.raises(ResumeDataError, match=r"'p-g9' was issued and is not finished.*6 prompts"):
+        resume_state(ledger, trajectories=tmp_path, prompts=PROMPTS)

@@ -20,12 +20,13 @@ from miles_core.config import Config
 from miles_core.durable.rundir import RunDir
 from miles_core.errors import cause
 from miles_core.monitor import build_monitor
-from miles_core.run import rl
+from miles_core.run import run_state
+from miles_core.run.rl import RLRun
 
 from .clock import StuckError, VirtualLoop, run
 from .disk import KILLED, Disk, kill
 from .faults import Fault
-from .parts import ScriptedParts
+from .processes import scripted
 from .record import Record
 from .world import World
 
@@ -96,8 +97,8 @@ def warm_up(config: Config) -> None:
         record.new_weights(parent=-1, version=0)
         world = World(seed=0, start=0, faults=(), record=record)
         run_dir = open_run_dir(root)
-        with closing(VirtualLoop()) as loop:
-            _run(config, run_dir, ScriptedParts(world, config, run_dir=run_dir), loop, world)
+        with closing(VirtualLoop()) as loop, scripted(world, config):
+            _run(config, run_dir, loop, world)
         record.close()
     gc.collect()
     gc.freeze()
@@ -112,7 +113,7 @@ def _play(config: Config, *, root: Path, seed: int, start: int, faults: Sequence
     if start == 0:
         record.new_weights(parent=-1, version=0)
     Disk(world, run_dir=str(run_dir.path)).install()
-    rl.environment = dict[str, Any]  # pyright: ignore[reportPrivateImportUsage]  # what is installed here takes longer to read than all the rest
+    run_state.environment = dict[str, Any]  # pyright: ignore[reportPrivateImportUsage]  # what is installed here takes longer to read than all the rest
     if plant is not None:
         plant()
     errors: list[str] = []
@@ -122,10 +123,11 @@ def _play(config: Config, *, root: Path, seed: int, start: int, faults: Sequence
         patience_s=PATIENCE_S,
     )
     loop.set_exception_handler(lambda _, context: errors.append(_unseen(context)))
-    parts = ScriptedParts(world, config, run_dir=run_dir)
-    end, error = _run(config, run_dir, parts, loop, world)
-    if end == "finished" and parts.session_server.num_open:
-        errors.append(f"{parts.session_server.num_open} sessions are still open.")
+    with scripted(world, config):
+        end, error = _run(config, run_dir, loop, world)
+    num_open = sum(server.num_open for server in world.session_servers.values())
+    if end == "finished" and num_open:
+        errors.append(f"{num_open} sessions are still open.")
     gc.collect()  # an error that nobody looked at tells itself now
     return Ended(
         end=end,
@@ -137,15 +139,13 @@ def _play(config: Config, *, root: Path, seed: int, start: int, faults: Sequence
     )
 
 
-def _run(
-    config: Config, run_dir: RunDir, parts: ScriptedParts, loop: VirtualLoop, world: World
-) -> tuple[End, BaseException | None]:
+def _run(config: Config, run_dir: RunDir, loop: VirtualLoop, world: World) -> tuple[End, BaseException | None]:
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
         world.main = task
         monitor = build_monitor(config.monitor, run_dir=run_dir.path, total_steps=config.run.steps)
-        await rl.RLRun(config, run_dir=run_dir, monitor=monitor, parts=parts).run()
+        await RLRun(config, run_dir=run_dir, monitor=monitor).run()
 
     try:
         run(main(), loop)

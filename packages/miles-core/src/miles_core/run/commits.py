@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miles_core.cluster import TrainerRanks
 from miles_core.config import CheckpointConfig
+from miles_core.durable.checkpoints import Checkpoints, reading
 from miles_core.durable.ledger import Ledger
-from miles_core.parts import Trainers
-
-from .checkpoints import Checkpoints, reading
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Commits:
         is_scheduled = every > 0 and step % every == 0
         return self._checkpoints.take_request() or is_scheduled or (is_last and self._config.at_end)
 
-    async def begin(self, step: int, *, trainers: Trainers, state: Mapping[str, Any]) -> dict[str, float]:
+    async def begin(self, step: int, *, trainers: TrainerRanks, state: Mapping[str, Any]) -> dict[str, float]:
         """Start a checkpoint of `step`; returns metrics once training may go on.
 
         Raises:
@@ -83,11 +82,11 @@ class Commits:
             if not writing.cancelled() and (error := writing.exception()) is not None:
                 logger.warning("the last checkpoint was not completed: %s", error)
 
-    async def load(self, path: Path, trainers: Trainers) -> None:
+    async def load(self, path: Path, trainers: TrainerRanks) -> None:
         with reading(path):
             await trainers.load(path / TRAINER)
 
-    async def _finish(self, step: int, trainers: Trainers, state: dict[str, Any]) -> None:
+    async def _finish(self, step: int, trainers: TrainerRanks, state: dict[str, Any]) -> None:
         try:
             await trainers.finish_save()
             if self._ledger is not None:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from miles_tito.records import Prompt
-
 from miles_core.config import Config
 from miles_core.durable.rundir import RunDir
+from miles_tito.records import Prompt
 
 from .record import Record, WeightTree
 from .trainers import TrainerState, read_state

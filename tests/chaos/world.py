@@ -1,4 +1,4 @@
-"""What all scripted parts of one start share: the seed's dice, the faults that are due, the record."""
+"""What all scripts of one start share: the seed's dice, the faults that are due, the record, every address."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .faults import Fault
 from .record import Record
 
+if TYPE_CHECKING:
+    from .engines import ScriptedRouter, ScriptedServer
+    from .sessions import ScriptedSessionServer
+
 
 class World:
-    """One start of a run, as its scripted parts know it."""
+    """One start of a run, as its scripts know it."""
 
     def __init__(self, *, seed: int, start: int, faults: Sequence[Fault], record: Record) -> None:
         self.seed = seed
@@ -24,6 +29,10 @@ class World:
         self._waits = 0
         self.main: asyncio.Task[None] | None = None
         """What Ctrl-C cancels."""
+        self.engines: dict[str, ScriptedServer] = {}
+        """By url, as those below."""
+        self.routers: dict[str, ScriptedRouter] = {}
+        self.session_servers: dict[str, ScriptedSessionServer] = {}
 
     def fault(self, *kinds: str) -> Fault | None:
         """The fault that is due at this occasion for one of `kinds`, if there is one. Each call is an occasion."""

@@ -6,18 +6,24 @@ import random
 from dataclasses import replace
 from typing import Literal
 
+from miles_core.config import CheckpointConfig, Config, EvalConfig, RunConfig, WorkersConfig
+from miles_core.monitor.config import MonitorConfig
 from miles_rollout.config import RolloutConfig
+from miles_rollout.engines import EngineConfig, HealthConfig
 from miles_tito.records import Sampling
 from miles_train.config import TrainConfig
 from miles_weightsync.config import PushConfig
-
-from miles_core.config import CheckpointConfig, Config, EvalConfig, RunConfig, WorkersConfig
-from miles_core.monitor.config import MonitorConfig
 
 MOST_STEPS = 8
 """Steps of a user's run that are played."""
 TOKEN_BUDGET = 512
 EPISODE_TIMEOUT_S = 200.0
+NUM_ENGINES = 2
+NUM_PROMPTS = 11
+"""Few, so that a small run has several epochs."""
+HEALTH = HealthConfig(
+    probe_interval_s=10.0, progress_interval_s=30.0, dead_after_s=40.0, max_restarts=20, backoff_s=2.0
+)
 
 
 def draw_config(seed: int) -> Config:
@@ -68,8 +74,13 @@ def playable(config: Config) -> Config:
         config,
         run=replace(config.run, steps=min(config.run.steps, MOST_STEPS)),
         rollout=rollout,
-        train=replace(config.train, token_budget=TOKEN_BUDGET),
+        train=replace(config.train, device="cpu", token_budget=TOKEN_BUDGET),
+        engines={"rollout": EngineConfig(device="cpu", count=NUM_ENGINES, health=HEALTH)},
         eval=config.eval if config.eval.mode == "shared" else EvalConfig(at_start=False, at_end=False),
         sft=replace(config.sft, steps=0),
         monitor=MonitorConfig(console="off", trace=False),
     )
+
+
+def num_prompts(config: Config) -> int:
+    return config.env.num_prompts or NUM_PROMPTS

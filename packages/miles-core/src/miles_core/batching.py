@@ -1,4 +1,7 @@
-"""From the groups that a step takes to what each trainer rank does: summaries in, row indices out."""
+"""From the groups that a step takes to what each trainer rank does, and what it reports.
+
+Summaries go in, row indices come out: `TrainerRanks` plans on the driver, `TrainerRank` reads the rows.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,14 @@ class RankWork:
     handles: tuple[Any, ...]
     """Handles of the groups that this rank reads, no others."""
     steps: tuple[OptimizerStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What the trainer ranks report after one batch."""
+
+    version: int
+    metrics: dict[str, float]
 
 
 def plan_ranks(
