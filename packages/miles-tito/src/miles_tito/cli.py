@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key", help="needed to open sessions; none: anybody may")
     serve.add_argument("--engine-api-key")
     serve.add_argument("--routed-experts", action="store_true", help="record each token's experts")
-    serve.add_argument("--idle-timeout-s", type=_seconds, default=3600.0, help="forget a session unused for this long")
+    serve.add_argument("--idle-timeout-s", type=_seconds, default=3600.0, help="remove a session unused for this long")
     serve.add_argument("--state-dir", help="folder where sessions outlive this server; none: they end with it")
     serve.add_argument("--grace-s", type=_seconds, default=10.0, help="for turns under way at the end (default: 10)")
     verify = commands.add_parser(

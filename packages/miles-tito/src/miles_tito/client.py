@@ -114,7 +114,7 @@ class SessionClient:
         )
 
     async def close(self, session_id: str) -> None:
-        """Abort what runs in the session and forget it. A session that is gone already is no error."""
+        """Abort what runs in the session and remove it. A session that is gone already is no error."""
         key = self._key(session_id)
         try:
             await self._call("DELETE", self._session_url(session_id), key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from .tokens.families import Family
 from .tokens.family_choice import choose_family
 from .tokens.merge import PROBE_TOOL, Joiner, Setting
 from .tokens.messages import normalize
-from .tokens.template_checks import Finding, called, check_template, message_forms, said, takes_results
+from .tokens.template_checks import Finding, called, check_template, lost_roles, said, takes_results
 from .tokens.tokenizer import Tokenizer, load_tokenizer
 
 _NOW = datetime(2026, 1, 2, 3, 4)
@@ -113,61 +113,67 @@ def verify(
     return Report(tokenizer=loaded.name, family=chosen.name, findings=tuple(findings), seed=seed)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     """One request of a played conversation, and the reply to it."""
 
-    appended: Callable[[Message | None], list[Message]]
-    """From the client's copy of the reply before to the messages that come behind it."""
+    users: list[Message]
+    """What comes behind the reply before, where that called no tool."""
+    result: str
+    """What each call of the reply before returns."""
     reply: np.ndarray
     """[C] int32."""
     finish: FinishReason
-    repeats: Callable[[Message], Message]
-    """How the client spells the reply when it repeats it."""
+    is_respelled: bool = True
+    """Whether the client repeats the reply in its own spelling."""
 
 
-def _play(joiner: Joiner, steps: Sequence[_Step], setting: Setting) -> str | None:
-    """What is wrong with one conversation."""
+def _played(joiner: Joiner, group: str, case: str, steps: Iterable[_Step], setting: Setting) -> Finding:
+    try:
+        problem = _problem(joiner, steps, setting)
+    except MilesError as error:
+        problem = str(error)
+    return Finding(group=group, case=case, level="error" if problem else "ok", message=problem or "holds")
+
+
+def _problem(joiner: Joiner, steps: Iterable[_Step], setting: Setting) -> str | None:
+    """What is wrong with one conversation, None for nothing."""
     session = Session("verify", joiner, max_context=2**30, now=_NOW)
     messages: list[Message] = []
-    client: Message | None = None
+    sampled: list[np.ndarray] = []
     last: Node | None = None
     for number, step in enumerate(steps):
-        appended = step.appended(client)
+        calls = cast("list[dict[str, Any]]", messages[-1].get("tool_calls", []) if messages else [])
+        appended = [{"role": "tool", "tool_call_id": call["id"], "content": step.result} for call in calls]
+        appended = appended or step.users
         messages += appended
         plan = session.plan(normalize(messages), tools=setting.tools, variables=setting.variables)
         if plan.match.node is not last:
             return f"turn {number} repeats a reply that is not found again; the session would fork."
         ids = session.encode(plan)
-        new = plan.messages[plan.match.num_messages :]
-        problem = _lost(joiner, appended, ids) or _controls(joiner, new, ids, setting, behind=last)
+        lost = lost_roles(joiner, appended, ids)
+        if lost:
+            return f"turn {number}: messages of role {', '.join(lost)} are not in the prompt."
+        problem = _controls(joiner, plan.messages[plan.match.num_messages :], ids, setting, behind=last)
         if problem:
             return f"turn {number}: {problem}"
         turn = session.begin(plan, ids, rid=f"v{number}")
         turn.reader.feed(step.reply)
         turn.reader.finish()
-        length = len(step.reply)
         generation = Generation(
             output_ids=step.reply,
-            logprobs=np.full(length, -1.0, np.float32),
-            versions=one_version(length, number),
+            logprobs=np.full(len(step.reply), -1.0, np.float32),
+            versions=one_version(len(step.reply), number),
             finish_reason=step.finish,
         )
         last = session.commit(turn, generation)
-        client = step.repeats(last.message)
-        messages.append(client)
+        messages.append(_respelled(last.message) if step.is_respelled else last.message)
+        sampled.append(step.reply)
     trajectories = session.trajectories()
-    sampled = np.concatenate([step.reply for step in steps])
     if len(trajectories) != 1:
         return f"the conversation became {len(trajectories)} trajectories."
     trained = trajectories[0].tokens[trajectories[0].loss_mask]
-    return None if np.array_equal(trained, sampled) else "the ids trained are not the ids sampled."
-
-
-def _lost(joiner: Joiner, appended: Sequence[Message], ids: np.ndarray) -> str | None:
-    text = joiner.tokenizer.decode(ids)
-    lost = [m["role"] for m in appended if not any(form in text for form in message_forms(m["content"]))]
-    return f"messages of role {', '.join(lost)} are not in the prompt." if lost else None
+    return None if np.array_equal(trained, np.concatenate(sampled)) else "the ids trained are not the ids sampled."
 
 
 def _controls(
@@ -207,32 +213,15 @@ def _matrix(joiner: Joiner) -> Iterator[Finding]:
             ]
         )
         setting = Setting(tools=(PROBE_TOOL,) if with_tools else (), variables=variables, now=_NOW)
-        yield _played(
-            joiner,
-            "played",
-            case,
-            lambda s=system, t=turns, c=setting, w=space, e=end, x=words: (
-                _steps(joiner, system=s, turns=t, setting=c, space=w, end=e, words=x),
-                c,
-            ),
-        )
-
-
-def _played(joiner: Joiner, group: str, case: str, prepare: Callable[[], tuple[list[_Step], Setting]]) -> Finding:
-    try:
-        steps, setting = prepare()
-        problem = _play(joiner, steps, setting)
-    except MilesError as error:
-        problem = str(error)
-    return Finding(group=group, case=case, level="error" if problem else "ok", message=problem or "holds")
+        steps = _steps(joiner, system=system, turns=turns, setting=setting, space=space, end=end, words=words)
+        yield _played(joiner, "played", case, steps, setting)
 
 
 def _steps(
     joiner: Joiner, *, system: bool, turns: int, setting: Setting, space: str, end: str, words: str
-) -> list[_Step]:
+) -> Iterator[_Step]:
     text = _WHITESPACE[space].format(_WORDS[words].format(controls=joiner.tokenizer.some_control_text()))
     opening = [said("system", f"be short {text}")] if system else []
-    steps: list[_Step] = []
     for turn in range(turns):
         reply = called("ox", content="") if setting.tools and end != "truncated" else said("assistant", f"so: {text}")
         if joiner.family.reasoning and not setting.variables:
@@ -244,18 +233,7 @@ def _steps(
         elif end == "non-canonical":
             ids = _non_canonical(joiner.tokenizer, ids, random.Random(turn))
         users = [*(opening if turn == 0 else []), said("user", text)]
-        steps.append(_Step(appended=_answers(users, text), reply=ids, finish=finish, repeats=_respelled))
-    return steps
-
-
-def _answers(users: list[Message], text: str) -> Callable[[Message | None], list[Message]]:
-    """Results for the calls of the reply before, or else `users`."""
-
-    def appended(before: Message | None) -> list[Message]:
-        calls = cast("list[dict[str, Any]]", (before or {}).get("tool_calls", []))
-        return [{"role": "tool", "tool_call_id": call["id"], "content": f"found {text}"} for call in calls] or users
-
-    return appended
+        yield _Step(users=users, result=f"found {text}", reply=ids, finish=finish)
 
 
 def _respelled(message: Message) -> Message:
@@ -272,20 +250,16 @@ def _respelled(message: Message) -> Message:
     return {"role": "assistant", "content": parts, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
-def _as_it_is(message: Message) -> Message:
-    return message
-
-
 def _fuzz(joiner: Joiner, seed: int) -> Finding:
     """One random conversation; the seed says which."""
     rng = random.Random(seed)
-    return _played(joiner, "random conversations", f"random conversation {seed}", lambda: _random_steps(joiner, rng))
-
-
-def _random_steps(joiner: Joiner, rng: random.Random) -> tuple[list[_Step], Setting]:
     tools = _has_tools(joiner) and rng.random() < 0.5
     setting = Setting(tools=(PROBE_TOOL,) if tools else (), now=_NOW)
-    steps: list[_Step] = []
+    steps = _random_steps(joiner, rng, setting)
+    return _played(joiner, "random conversations", f"random conversation {seed}", steps, setting)
+
+
+def _random_steps(joiner: Joiner, rng: random.Random, setting: Setting) -> Iterator[_Step]:
     for turn in range(rng.randint(1, 5)):
         users = [said("user", _random_text(joiner, rng)) for _ in range(rng.randint(1, 2))]
         if turn == 0 and rng.random() < 0.5:
@@ -293,7 +267,7 @@ def _random_steps(joiner: Joiner, rng: random.Random) -> tuple[list[_Step], Sett
         elif turn and rng.random() < 0.2 and joiner.family.late_system != "refuse":
             users.insert(rng.randint(0, len(users)), said("system", f"late {_random_text(joiner, rng)}"))
         finish = FinishReason.STOP
-        if tools and rng.random() < 0.5:
+        if setting.tools and rng.random() < 0.5:
             words = [_random_text(joiner, rng) for _ in range(rng.randint(1, 2 if joiner.family.parallel_calls else 1))]
             ids = _reply_ids(joiner, called(*words), setting)
         else:
@@ -302,27 +276,18 @@ def _random_steps(joiner: Joiner, rng: random.Random) -> tuple[list[_Step], Sett
                 finish = FinishReason.LENGTH
             else:
                 ids = np.append(ids, np.int32(rng.choice(joiner.end_ids)))
-        repeats = _respelled if rng.random() < 0.5 else _as_it_is
-        steps.append(_Step(appended=_answers(users, users[0]["content"]), reply=ids, finish=finish, repeats=repeats))
-    return steps, setting
+        yield _Step(
+            users=users,
+            result=f"found {users[0]['content']}",
+            reply=ids,
+            finish=finish,
+            is_respelled=rng.random() < 0.5,
+        )
 
 
 def _random_text(joiner: Joiner, rng: random.Random) -> str:
-    pieces = [
-        "word",
-        " ",
-        "\n",
-        "\n\n",
-        "é漢",
-        "👩‍👩‍👧",
-        "\u200b",
-        "{",
-        '"',
-        "0",
-        "\t",
-        "</",
-        joiner.tokenizer.some_control_text(),
-    ]
+    control = joiner.tokenizer.some_control_text()
+    pieces = ["word", " ", "\n", "\n\n", "é漢", "👩‍👩‍👧", "\u200b", "{", '"', "0", "\t", "</", control]
     return "".join(rng.choices(pieces, k=rng.randint(1, 6)))
 
 

@@ -216,7 +216,7 @@ class LiveSession:
         Args:
             key_digest: `digest_key` of the client's key.
             deadline_at: seconds since the epoch.
-            idle_timeout_s: forgotten when unused for so long; the server's own limit where it is None.
+            idle_timeout_s: removed when unused for so long; the server's own limit where it is None.
             journal: written along, so that the session outlives its server.
         """
         self.session = session

@@ -15,7 +15,7 @@ _HELP = {
     "added_seconds": ("summary", "Time that a turn spends in this server before its call to the engine."),
     "engine_seconds": ("summary", "Time that a turn spends at the engine."),
     "sessions_opened_total": ("counter", "Sessions opened."),
-    "sessions_expired_total": ("counter", "Sessions forgotten because nobody used them."),
+    "sessions_expired_total": ("counter", "Sessions removed because they were unused."),
     "sessions": ("gauge", "Sessions held."),
     "turns": ("gauge", "Recorded turns held."),
     "turns_running": ("gauge", "Turns at the engine."),

@@ -44,7 +44,7 @@ def document() -> dict[str, Any]:
         below: {
             "parameters": session,
             "get": _operation("The tree of turns, without ids."),
-            "delete": _operation("Abort what runs and forget the session.", status="204"),
+            "delete": _operation("Abort what runs and remove the session.", status="204"),
         },
         f"{below}/trajectories": {
             "parameters": session,

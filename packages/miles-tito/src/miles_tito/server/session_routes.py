@@ -43,7 +43,7 @@ class SessionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     deadline_s: Seconds | None = None
     """After this, running turns are aborted and new ones refused."""
     ttl_s: Seconds | None = None
-    """Forgotten when unused for so long."""
+    """Removed when unused for so long."""
 
 
 class SamplesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

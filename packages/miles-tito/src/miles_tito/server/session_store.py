@@ -199,7 +199,7 @@ class SessionService:
 
 
 class SessionStore:
-    """All open sessions by id and by key; once a second it ends those past their deadline and forgets unused ones."""
+    """All open sessions by id and by key; once a second it ends those past their deadline and removes unused ones."""
 
     def __init__(self, *, idle_timeout_s: float) -> None:
         self._idle_timeout_s = idle_timeout_s

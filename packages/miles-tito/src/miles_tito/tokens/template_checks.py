@@ -139,14 +139,15 @@ def check_join(
     alone = joiner.extend(appended, setting, reply=reply)
     if not np.array_equal(alone, joiner.tokenizer.encode_guarded(rest)):
         return f"the text appended is not written alike in context: {rest[:80]!r}."
-    text = joiner.tokenizer.decode(alone)
-    lost = [m["role"] for m in appended if not any(form in text for form in message_forms(m["content"]))]
+    lost = lost_roles(joiner, appended, alone)
     return f"the template drops messages of role {', '.join(lost)} behind a reply." if lost else None
 
 
-def message_forms(content: str) -> tuple[str, str]:
-    """How a template may write a message's text: as it is, or as JSON."""
-    return content.strip(), json.dumps(content.strip(), ensure_ascii=False)[1:-1]
+def lost_roles(joiner: Joiner, messages: Sequence[Message], ids: np.ndarray) -> list[str]:
+    """The roles of those `messages` whose text is not in `ids`, neither as it is nor as JSON."""
+    text = joiner.tokenizer.decode(ids)
+    texts = [(message["role"], message["content"].strip()) for message in messages]
+    return [role for role, said in texts if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text]
 
 
 def _bare(text: str, family: Family) -> str:

@@ -185,13 +185,17 @@ def read_request(
     return request, MessagesWriter()
 
 
+_OUR_OWN = ("messages", "content", "system", "tools")
+"""What holds messages, blocks and tools; all else is the user's data."""
+
+
 def _without_nulls(value: Any) -> Any:
     """Clients repeat blocks with all fields that their own version knows; what a tool is given stays as it is."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return {k: _without_nulls(v) if k in ("messages", "content") else v for k, v in items if v is not None}
+        return {k: _without_nulls(v) if k in _OUR_OWN else v for k, v in items if v is not None}
     return value
 
 

@@ -93,7 +93,7 @@ class Family:
     late_system: LateSystem = "keep"
     """A system message in mid-chat is written in place, shown as a user message, or refused."""
     alternates: bool = False
-    """Whether the template wants user and assistant by turns; neighbours of one role are joined by an empty line."""
+    """Whether user and assistant messages must alternate; neighbours of one role are joined by an empty line."""
     string_arguments: bool = False
     """Whether the template wants the arguments of a tool call as JSON text."""
     reasoning_field: str = "reasoning_content"

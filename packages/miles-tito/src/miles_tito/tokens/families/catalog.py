@@ -53,7 +53,7 @@ GEMMA_3 = Family(
     late_system="fold",
     alternates=True,
 )
-"""Gemma 3: user and model by turns, the system message inside the first user turn, no tools. Text only."""
+"""Gemma 3: user and model alternate, the system message inside the first user turn, no tools. Text only."""
 
 GLM = Family(
     name="glm",
@@ -112,7 +112,7 @@ MISTRAL = Family(
     alternates=True,
     short_ids=True,
 )
-"""Mistral: `[TOOL_CALLS]` runs to the end of the turn; user and assistant by turns; call ids of 9 characters."""
+"""Mistral: `[TOOL_CALLS]` runs to the end of the turn; user and assistant alternate; call ids of 9 characters."""
 
 FAMILIES = (
     *(SMOLLM2, TINY, QWEN3, QWEN3_5, NEMOTRON_3, KIMI_K2),
