@@ -1,4 +1,12 @@
-"""SGLang servers: start, watch, pause, stop."""
+"""SGLang servers: start, watch, pause, stop.
+
+config, command, versions        what is started, and whether it can be
+server, attached, router         an engine of ours, one of somebody else, the router in front of several
+process, guard                   the process under each, which leaves nothing behind
+control                          the client of one engine
+supervisor, supervised, states, health   the fleet: who serves, who is restarted
+sglang_cpu                       SGLang without a GPU
+"""
 
 from miles_tito.shared.ports import PortReservation, is_port_free
 
