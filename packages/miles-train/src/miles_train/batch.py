@@ -20,7 +20,7 @@ from .losses.settings import Normalization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTotals:
-    """Counts over all rows of all ranks that share an optimizer step."""
+    """Counts over all rows of all ranks that share an optimizer step; the planner makes them."""
 
     num_episodes: int
     """Episodes with at least one loss token."""
@@ -42,7 +42,7 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows packed one after another. Position i predicts nothing; its token was predicted at position i - 1."""
+    """Rows packed one after another for one forward and backward pass. Token i is predicted at i - 1."""
 
     tokens: np.ndarray
     """[N] int32."""
@@ -90,7 +90,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's part of one optimizer step."""
+    """One rank's part of one optimizer step: `make_batch` packs it, `Trainer.train` takes it."""
 
     micro_batches: tuple[MicroBatch, ...]
     """As many as on every other rank."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 
 class TokenScores(NamedTuple):
+    """What `token_logprobs` says of each scored token."""
+
     logprobs: Tensor
     """[M] float32, log p(target)."""
     entropy: Tensor | None

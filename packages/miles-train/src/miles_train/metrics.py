@@ -26,7 +26,10 @@ class Tallied(NamedTuple):
 
 
 class Tally:
-    """Collects tensors over micro-batches; they become numbers once, so a GPU is not waited for in between."""
+    """What one rank reports of a call of `train`, collected over its micro-batches.
+
+    Tensors become numbers once, in `close`, so that a GPU is not waited for in between.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What the driver knows of one sample."""
+    """What the planner knows of one sample: counts, so that no tokens travel to it."""
 
     episode_id: str
     num_tokens: int
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One optimizer step."""
+    """The rows of each rank in one optimizer step: `plan_batch` makes it, and each rank a `Batch` of its own rows."""
 
     ranks: tuple[tuple[Rows, ...], ...]
     """[data ranks][micro-batches] row indices."""

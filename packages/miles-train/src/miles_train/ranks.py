@@ -17,7 +17,10 @@ _TWIN_TIMEOUT = timedelta(hours=1)
 
 
 class Ranks:
-    """Rank `rank` of `count` on one device. A single rank needs no process group and makes none."""
+    """This process among the ranks of a trainer, and the collectives that training needs; `join` makes it.
+
+    A single rank has no process group: its collectives return what they are given.
+    """
 
     def __init__(
         self, *, rank: int, count: int, device: torch.device, group: dist.ProcessGroup | None, owned: bool

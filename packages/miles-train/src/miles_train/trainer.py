@@ -26,7 +26,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Shard(NamedTuple):
-    """One block of one weight, as this rank holds it."""
+    """One block of one weight, as this rank holds it: `Trainer.shards` yields them, a push sends them to engines."""
 
     name: str
     """Hugging Face name."""
@@ -40,7 +40,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What one rank of a trainer set up; the driver plans with those of all ranks."""
+    """What `Trainer.setup` made on one rank; whoever plans batches reads which rows the rank is to get."""
 
     rank: int
     ranks: int
@@ -57,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one call of `train` did; the same on every rank."""
+    """What one call of `Trainer.train` did; the same on every rank."""
 
     version: int
     """Version of the weights after it. Freshly loaded weights are version 0."""
@@ -96,31 +96,24 @@ class Trainer(Protocol):
 
     def begin_save(self, path: str | Path) -> None:
         """Copy what a checkpoint needs and return; it is written while training goes on."""
-        ...
 
     def finish_save(self) -> None:
         """Wait until it is durable on every rank, or raise CheckpointError; safe beside `train`."""
-        ...
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint."""
-        ...
 
     def export_hf(self, path: str | Path) -> None:
         """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
-        ...
 
     def sleep(self, *, keep: frozenset[Kept] = frozenset()) -> None:
         """Free the device but for what `keep` names; with "weights" `shards`, `score` and `export_hf` go on working."""
-        ...
 
     def wake(self) -> None:
         """Back onto the device; without effect when awake."""
-        ...
 
     def close(self) -> None:
         """Leave the other ranks and drop the model; may be called without `setup`, and again."""
-        ...
 
 
 def check_layouts(layouts: Sequence[Layout]) -> None:

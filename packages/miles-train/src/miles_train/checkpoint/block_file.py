@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from miles_tito.shared.safetensors import pack_header
 from safetensors import safe_open
 from torch import Tensor
 
@@ -36,7 +36,7 @@ _CHUNK = 64 << 20
 
 
 class Block(NamedTuple):
-    """What one rank holds of one tensor."""
+    """The part of one tensor that one rank holds, to be written or filled."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -66,7 +66,7 @@ def write_blocks(path: Path, blocks: Sequence[Block], extra: Mapping[str, Any]) 
 
 
 class BlockFile:
-    """An open file of blocks; its bytes are mapped, so only what is asked for is read."""
+    """What one rank wrote of a checkpoint, opened to load from; its bytes are mapped and read when asked for."""
 
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, framework="pt", device="cpu")
@@ -110,19 +110,8 @@ def _sorted(blocks: Sequence[Block]) -> list[Block]:
 
 def _header(blocks: Sequence[Block], extra: Mapping[str, Any]) -> bytes:
     known = {"blocks": {block.name: [block.global_shape, block.box] for block in blocks}, "extra": dict(extra)}
-    entries: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(known)}}
-    offset = 0
-    for block in blocks:
-        end = offset + block.tensor.nbytes
-        entries[block.name] = {
-            "dtype": _NAMES[block.tensor.dtype],
-            "shape": list(block.tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    entries = ((b.name, _NAMES[b.tensor.dtype], b.tensor.shape, b.tensor.nbytes) for b in blocks)
+    return pack_header(entries, {_KEY: json.dumps(known)})
 
 
 def _write(descriptor: int, data: memoryview) -> None:

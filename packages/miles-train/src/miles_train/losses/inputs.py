@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The loss tokens of one micro-batch. Only `logprobs` and `entropy` carry a gradient."""
+    """What a loss gets: the loss tokens of one micro-batch. Only `logprobs` and `entropy` carry a gradient."""
 
     logprobs: Tensor
     """[M] float32, the policy being trained."""
@@ -36,7 +36,7 @@ class LossInputs:
 
 
 class TokenLoss(NamedTuple):
-    """The answer of a loss."""
+    """What a loss returns."""
 
     loss: Tensor
     """[M] loss of each token, unweighted."""

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """How the losses of tokens are averaged, whatever the loss; each kind adds keys of its own."""
+    """What every `[train.loss]` has: how tokens are averaged. Each kind is a subclass with keys of its own."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (read by pydantic in miles-core; no dependency here)
 

@@ -18,7 +18,7 @@ from .rows import PackedRows, packed_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """Rows for the model, and the places whose next token is scored."""
+    """What a model is called with for one micro-batch: its rows, and the places whose next token is scored."""
 
     input_ids: Tensor
     """[1, U] int64 packed, or [R, L] right-padded."""

@@ -21,7 +21,7 @@ from miles_train.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What is looked at once all gradients are there, so that every rank stops together."""
+    """What one micro-batch came to, looked at when all gradients are there: ranks stop together."""
 
     micro_batch: MicroBatch
     indices: np.ndarray

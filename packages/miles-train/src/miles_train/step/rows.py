@@ -27,7 +27,7 @@ MIN_BUCKET_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Where rows lie among the distinct tokens."""
+    """Where the rows of a micro-batch lie among its distinct tokens; attention reads it to see whole rows again."""
 
     places: np.ndarray
     """[N] int64, distinct token of each row token."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PolicyModel(nn.Module):
-    """Scores chosen tokens; holds the language model under `lm`, whose parameter names are the Hugging Face ones."""
+    """A Hugging Face language model (`lm`) that returns log-probs of chosen tokens: the policy, and the reference."""
 
     def __init__(self, lm: Any, *, padded: bool, chunk_bytes: int) -> None:
         super().__init__()

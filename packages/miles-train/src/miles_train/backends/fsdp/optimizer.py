@@ -22,7 +22,7 @@ STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """One AdamW step at a time, counted."""
+    """AdamW over the shards of this rank: `FSDPTrainer` calls `step` once the gradients of a batch are there."""
 
     def __init__(self, model: nn.Module, *, config: OptimizerConfig, schedule: ScheduleConfig, ranks: Ranks) -> None:
         check_schedule(schedule)

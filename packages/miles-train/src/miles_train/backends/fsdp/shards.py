@@ -1,4 +1,4 @@
-"""The weights as this rank holds them, under the names that a Hugging Face checkpoint gives them."""
+"""What this rank holds of the weights, under their Hugging Face names, and of all that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from miles_train.checkpoint.block_file import Block
 from miles_train.errors import UnsupportedModel
+from miles_train.ranks import Ranks
 from miles_train.trainer import Box, Shard
+
+from .optimizer import Optimizer
 
 
 def model_shards(lm: Any, *, rank: int, ranks: int, dtype: torch.dtype) -> Iterator[Shard]:
@@ -42,6 +46,26 @@ def block_of(tensor: Tensor, *, rank: int, ranks: int) -> tuple[Box, Tensor, boo
     start, stop = min(rank * chunk, size), min((rank + 1) * chunk, size)
     assert block.shape[0] == stop - start, f"FSDP holds {block.shape[0]} rows of {size}, expected {start}:{stop}"
     return ((start, stop), *_whole(tensor.shape[1:])), block, False
+
+
+def state_blocks(model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Iterator[tuple[Block, bool]]:
+    """What this rank holds of each tensor, and whether it is the one to write it."""
+    for name, tensor in named_tensors(model, optimizer):
+        box, held, is_shared = block_of(tensor, rank=ranks.rank, ranks=ranks.count)
+        is_ours = held.numel() > 0 and (ranks.rank == 0 or not is_shared)
+        yield Block(name, tuple(tensor.shape), box, held), is_ours
+
+
+def named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Everything that training changes, and the persistent buffers."""
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.detach()
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield f"model.{name}", buffer
+    for name, tensor in optimizer.named_state():
+        yield f"optimizer.{name}", tensor
 
 
 def check_names(lm: Any) -> None:

@@ -30,13 +30,12 @@ from miles_train.metrics import Tally, joined
 from miles_train.ranks import Ranks, join, pick_device
 from miles_train.step.batches import check_batches, lacks_reference, sizes, with_scores
 from miles_train.step.objective import Objective
-from miles_train.trainer import Kept, Layout, ModelName, Shard, StepResult
+from miles_train.trainer import Kept, Layout, ModelName, Shard, StepResult, Trainer
 
 from .export import export_model
 from .model import PolicyModel, load_model, num_parameters, shard_model
 from .optimizer import Optimizer
-from .shards import model_shards
-from .state import state_blocks
+from .shards import model_shards, state_blocks
 from .step import accumulate, score_micro_batches
 
 if TYPE_CHECKING:
@@ -60,16 +59,16 @@ class _State:
     """What stayed on the device when it fell asleep; None while awake."""
 
 
-class FSDPTrainer:
-    """Trains any Hugging Face causal language model; implements `miles_train.trainer.Trainer`.
-
-    Args:
-        model_path: a Hugging Face folder.
-        rank: of this process; the number of ranks is the configuration's.
-        init_method: where the ranks meet (`tcp://HOST:PORT` of rank 0); not needed for a single rank.
-    """
+class FSDPTrainer(Trainer):
+    """One rank that trains any Hugging Face causal language model with FSDP2; `create_trainer` makes it."""
 
     def __init__(self, model_path: str | Path, *, rank: int = 0, init_method: str | None = None) -> None:
+        """
+        Args:
+            model_path: a Hugging Face folder.
+            rank: of this process; the number of ranks is the configuration's.
+            init_method: where the ranks meet (`tcp://HOST:PORT` of rank 0); not needed for a single rank.
+        """
         self.version = 0
         self._model_path = Path(model_path)
         self._rank = rank
@@ -77,11 +76,6 @@ class FSDPTrainer:
         self._state: _State | None = None
 
     def setup(self, config: TrainConfig, prepare_model: Callable[[torch.nn.Module], object] | None = None) -> Layout:
-        """Join the other ranks, load and shard the model, make the optimizer.
-
-        Args:
-            prepare_model: changes the Hugging Face model in place before it is sharded.
-        """
         if self._state is not None:
             raise RankError("This trainer is set up already; close() it first, or make another.")
         if config.threads is not None:
@@ -233,7 +227,6 @@ class FSDPTrainer:
         state.optimizer.num_steps = progress.optimizer_steps
 
     def export_hf(self, path: str | Path) -> None:
-        """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""
         state = self._awake("weights")
         dtype = getattr(torch, state.config.dtype)
         export_model(path, state.model.lm, source=self._model_path, dtype=dtype, ranks=state.ranks)
@@ -246,7 +239,6 @@ class FSDPTrainer:
         state.asleep_with = keep
 
     def wake(self) -> None:
-        """Back onto the device; without effect when awake."""
         state = self._ready()
         if state.asleep_with is not None:
             self._move(state.ranks.device, weights=True)
