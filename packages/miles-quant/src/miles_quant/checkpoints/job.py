@@ -95,7 +95,7 @@ class FolderJob(ABC):
             ) from error
 
     def _run(self, target: Path, *, workers: int, is_quiet: bool) -> FolderReport:
-        plans = {file: self._plan(file) for file in self.source.files}
+        plans = {file: {name: self.targets(name) for name in held.infos} for file, held in self.source.files.items()}
         self._begin(target)
         total = sum(info.num_bytes for plan in plans.values() for info in _flat(plan).values())
         progress = ProgressLine(self._title, total=total, is_quiet=is_quiet)
@@ -117,9 +117,6 @@ class FolderJob(ABC):
             target_bytes=total,
             resumed_bytes=progress.found,
         )
-
-    def _plan(self, file: str) -> _Plan:
-        return {name: self.targets(name) for name in self.source.files[file].infos}
 
     def _begin(self, target: Path) -> None:
         """Make the target with its progress file, or check that the one there is of this job."""

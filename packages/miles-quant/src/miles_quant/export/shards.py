@@ -39,6 +39,10 @@ class ShardLike(Protocol):
     def tensor(self) -> torch.Tensor: ...
 
 
+Shards = Callable[[], Iterable[ShardLike]]
+"""All that one rank holds, listed anew at every call, e.g. `trainer.shards`."""
+
+
 class PackedShard(NamedTuple):
     """One rank's block of a tensor as it is stored: codes, scales, or a tensor that is not quantised."""
 
@@ -49,16 +53,13 @@ class PackedShard(NamedTuple):
     tensor: torch.Tensor
 
 
-def quantize_shards(
-    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, *, reduce_max: ReduceMax | None = None
-) -> Iterator[PackedShard]:
+def quantize_shards(shards: Shards, recipe: Recipe, *, reduce_max: ReduceMax | None = None) -> Iterator[PackedShard]:
     """Packed shards in the order given; a quantised `x.weight` becomes all that the format stores for it.
 
     Maxima are agreed on before this returns; the shards themselves are made without communication.
 
     Args:
-        shards: what this rank holds, e.g. `trainer.shards`. Called twice for a format with a scale of the whole tensor,
-            whose maxima are needed before the first code.
+        shards: called twice for a format with a scale of the whole tensor, whose maxima are needed first.
         reduce_max: maxima over the ranks, for such a format; unset where one rank holds every tensor whole.
 
     Raises:
@@ -68,9 +69,7 @@ def quantize_shards(
     return _each(shards, recipe, reduce_max, _pack)
 
 
-def round_shards(
-    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, *, reduce_max: ReduceMax | None = None
-) -> Iterator[PackedShard]:
+def round_shards(shards: Shards, recipe: Recipe, *, reduce_max: ReduceMax | None = None) -> Iterator[PackedShard]:
     """The same shards with the values that the packed ones stand for, in their own type: for engines that hold plain
     weights. Arguments and errors are those of `quantize_shards`."""
     return _each(shards, recipe, reduce_max, _round)
@@ -100,7 +99,7 @@ def check_boxes(shards: Iterable[ShardLike], recipe: Recipe) -> None:
 
 
 def _each(
-    shards: Callable[[], Iterable[ShardLike]],
+    shards: Shards,
     recipe: Recipe,
     reduce_max: ReduceMax | None,
     made_of: Callable[[ShardLike, QuantizedTensor, Format], Iterable[PackedShard]],
@@ -129,9 +128,7 @@ def _round(shard: ShardLike, quantized: QuantizedTensor, format: Format) -> Iter
     yield _as_it_is(shard)._replace(tensor=format.dequantize(quantized, dtype=shard.tensor.dtype))
 
 
-def _amaxes(
-    shards: Callable[[], Iterable[ShardLike]], recipe: Recipe, reduce_max: ReduceMax | None
-) -> Mapping[str, float]:
+def _amaxes(shards: Shards, recipe: Recipe, reduce_max: ReduceMax | None) -> Mapping[str, float]:
     """The largest absolute value of each quantised matrix with its fused siblings, over all ranks; empty for a format
     without a scale of the whole tensor.
 
@@ -158,17 +155,13 @@ def _amaxes(
     agreed = local if reduce_max is None else reduce_max(dict(local))
     if broken is not None:
         raise broken
-    _check_agreed(agreed, local)
-    return agreed
-
-
-def _check_agreed(agreed: Mapping[str, float], local: Mapping[str, float]) -> None:
     for key, value in local.items():
         if agreed.get(key, -1.0) < value:
             raise QuantError(f"`reduce_max` returned {agreed.get(key)} for {key}, where this rank alone has {value}.")
     for key, value in agreed.items():
         if not math.isfinite(value):
             raise QuantError(f"{key}, or what is fused with it, holds NaN or Inf on another rank; see that rank's log.")
+    return agreed
 
 
 def _pack(shard: ShardLike, quantized: QuantizedTensor, format: Format) -> Iterator[PackedShard]:

@@ -23,13 +23,13 @@ from ..formats.swizzle import swizzle_scales
 TOLERANCE = 2.0**-6
 """Of the largest value. Tensor cores sum in fewer bits than float32, and results may be bfloat16."""
 
+Formats = tuple[Format, Format]
+"""Of the two operands."""
 _ALIGNED = 16
 _log = logging.getLogger("miles_quant")
 
 
-def product(
-    a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], *, dtype: torch.dtype
-) -> torch.Tensor | None:
+def product(a: QuantizedTensor, b: QuantizedTensor, formats: Formats, *, dtype: torch.dtype) -> torch.Tensor | None:
     """[M, N] = a b^T in `dtype` for a [M, K], b [N, K]; None where the emulation has to do it."""
     device = a.codes.device
     if device.type != "cuda" or b.shape[0] % _ALIGNED or a.shape[1] % _ALIGNED:
@@ -39,9 +39,7 @@ def product(
     return multiply(a, b, formats, dtype=dtype) if _agrees(formats, device, dtype) else None
 
 
-def multiply(
-    a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format], *, dtype: torch.dtype
-) -> torch.Tensor:
+def multiply(a: QuantizedTensor, b: QuantizedTensor, formats: Formats, *, dtype: torch.dtype) -> torch.Tensor:
     """The same, whatever the device; torch raises where it cannot."""
     swizzle, out, family = SwizzleType.NO_SWIZZLE, dtype, formats[1].name.family
     if family in ("mxfp8", "nvfp4"):
@@ -90,7 +88,7 @@ def _is_capable(weight: Format, capability: tuple[int, int]) -> bool:
 
 
 @cache
-def _agrees(formats: tuple[Format, Format], device: torch.device, dtype: torch.dtype) -> bool:
+def _agrees(formats: Formats, device: torch.device, dtype: torch.dtype) -> bool:
     """Does the product equal the emulated one on this device, but for the order of its sums?"""
     generator = torch.Generator().manual_seed(0)
     a, b = (
@@ -110,6 +108,6 @@ def _agrees(formats: tuple[Format, Format], device: torch.device, dtype: torch.d
     return False
 
 
-def emulated(a: QuantizedTensor, b: QuantizedTensor, formats: tuple[Format, Format]) -> torch.Tensor:
+def emulated(a: QuantizedTensor, b: QuantizedTensor, formats: Formats) -> torch.Tensor:
     """What a product has to be, in float32."""
     return functional.linear(*(f.dequantize(q, dtype=torch.float32) for f, q in zip(formats, (a, b), strict=True)))

@@ -33,7 +33,7 @@ def quantization_config(recipe: Recipe, kept: Iterable[str] = ()) -> dict[str, A
         QuantError: no engine loads a checkpoint in this format.
     """
     name = parse_name(recipe.format)
-    modules = sorted({module.removesuffix(".weight") for module in kept})
+    modules = _modules(kept)
     match name.family:
         case "fp8" if name.layout != "row":
             return {
@@ -65,9 +65,8 @@ def modelopt_config(recipe: Recipe, kept: Iterable[str] = ()) -> dict[str, Any] 
     """What `hf_quant_config.json` says, which loaders of NVFP4 read too; None for other formats."""
     if parse_name(recipe.format).family != "nvfp4":
         return None
-    modules = sorted({module.removesuffix(".weight") for module in kept})
-    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": modules}
-    return {"producer": {"name": "miles-quant"}, "quantization": quantization}
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+    return {"producer": {"name": "miles-quant"}, "quantization": {**quantization, "exclude_modules": _modules(kept)}}
 
 
 def recipe_of_config(config: Mapping[str, Any]) -> Recipe:
@@ -101,6 +100,10 @@ def recipe_of_config(config: Mapping[str, Any]) -> Recipe:
         raise QuantError(f"The modules to keep are {kept!r}; they are a list of names.")
     # A trailing dot keeps `mlp.gate` from matching `mlp.gate_proj`.
     return Recipe(format=format, only=(), keep_bf16=tuple(f"{module}." for module in kept or ()))
+
+
+def _modules(kept: Iterable[str]) -> list[str]:
+    return sorted({name.removesuffix(".weight") for name in kept})
 
 
 def _fp8_name(config: Mapping[str, Any]) -> str:
