@@ -129,9 +129,9 @@ def lines(runs: Sequence[RunData]) -> list[Line]:
             format_number,
             "down",
         ),
-        line("effective training time", lambda run: run.time.ratio if run.time else None, percent, "up"),
-        line("wasted tokens", lambda run: run.ledger.fates.wasted_share if run.ledger else None, percent, "down"),
-        line("starts and rewinds", lambda run: len(run.ledger.history.starts) if run.ledger else None, _whole),
+        line("effective training time", lambda run: run.time.ratio, percent, "up"),
+        line("wasted tokens", lambda run: run.ledger.fates.wasted_share, percent, "down"),
+        line("starts and rewinds", lambda run: len(run.ledger.history.starts) or None, _whole),
         *(line(f"groups {name}", _fate(fate), _whole) for name, fate in _GROUPS.items()),
     ]
     return [line for line in found if any(math.isfinite(value.number) for value in line.values)]
@@ -191,7 +191,7 @@ def charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart],
 def _thinned(run: RunData) -> Rows:
     """With the seconds `elapsed` since the first start, or the first step of a run without a ledger."""
     begin = min(run.logged("time"), default=0.0)
-    if run.ledger is not None and run.ledger.history.starts:
+    if run.ledger.history.starts:
         begin = min(begin, run.ledger.history.begin)
     elif run.rows:
         begin -= run.rows[0].get("time/step", 0.0)
@@ -247,7 +247,7 @@ def _fate(name: str) -> Callable[[RunData], float | None]:
     """Of the ledger, or the last one logged."""
 
     def value(run: RunData) -> float | None:
-        if run.ledger is not None:
+        if run.ledger.fates.issued:
             return run.ledger.fates.counts()[name]
         return next(reversed(run.logged(f"fate/{name}")), None)
 
@@ -255,7 +255,7 @@ def _fate(name: str) -> Callable[[RunData], float | None]:
 
 
 def _wall(run: RunData) -> float | None:
-    if run.time is not None and run.time.wall > 0:
+    if run.time.wall > 0:
         return run.time.wall
     times = run.logged("time")
     return times[-1] - times[0] + run.rows[0].get("time/step", 0.0) if times else None

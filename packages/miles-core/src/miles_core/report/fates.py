@@ -49,11 +49,11 @@ class FateTotals:
 class RunFates:
     """What became of everything issued, and of the tokens that were sampled for it."""
 
-    totals: Sequence[FateTotals]
+    totals: Sequence[FateTotals] = ()
     """By fate in the order of `ORDER`, the most frequent reason first."""
-    failed_attempts: int
+    failed_attempts: int = 0
     """Attempts that were repeated. What they had sampled is not recorded."""
-    failed_seconds: float
+    failed_seconds: float = 0.0
     """That they took."""
 
     @property

@@ -64,14 +64,14 @@ class Step:
 class RunHistory:
     """The dated events of a run. Empty lists for a run that has not begun."""
 
-    starts: Sequence[Start]
-    steps: Sequence[Step]
+    starts: Sequence[Start] = ()
+    steps: Sequence[Step] = ()
     """In the order in which they were made."""
-    evaluations: Sequence[Span]
+    evaluations: Sequence[Span] = ()
     """From the moment each was due to its end."""
-    pauses: Sequence[Span]
+    pauses: Sequence[Span] = ()
     """No engine served."""
-    trainer_deaths: Sequence[float]
+    trainer_deaths: Sequence[float] = ()
     """When trainer ranks were found dead."""
 
     @property

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,16 @@ MOMENTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerData:
-    """What a report takes from the ledger, all of one moment."""
+    """What a report takes from the ledger, all of one moment; empty where there is none."""
 
-    history: RunHistory
-    fates: RunFates
-    discards: Sequence[Discard]
-    evaluations: Sequence[Mapping[str, Any]]
-    events: Mapping[str, Any]
-    group_spans: Mapping[str, Floats]
+    history: RunHistory = field(default_factory=RunHistory)
+    fates: RunFates = field(default_factory=RunFates)
+    discards: Sequence[Discard] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    events: Mapping[str, Any] = field(default_factory=dict)
+    group_spans: Mapping[str, Floats] = field(default_factory=dict)
     """Worker -> when its groups ran."""
-    trained: Sequence[tuple[Group, str]]
+    trained: Sequence[tuple[Group, str]] = ()
     """A few groups spread over the run, with their fates."""
 
 
@@ -56,9 +56,8 @@ class RunData:
     summary: RunSummary | None
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
-    ledger: LedgerData | None
-    time: TimeSplit | None
-    """Where the wall time went; None without a ledger."""
+    ledger: LedgerData
+    time: TimeSplit
     shown: Sequence[ShownEpisode]
     notes: Sequence[str]
     """What could not be read."""
@@ -68,8 +67,7 @@ class RunData:
         return [row[metric] for row in self.rows if math.isfinite(row.get(metric, math.nan))]
 
     def timeline(self) -> dict[str, Any] | None:
-        history, spans = (self.ledger.history, self.ledger.group_spans) if self.ledger else (None, {})
-        return make_timeline(history, spans, [*self.rows, *self.dropped_rows])
+        return make_timeline(self.ledger.history, self.ledger.group_spans, [*self.rows, *self.dropped_rows])
 
 
 def read_run(path: Path) -> RunData:
@@ -77,7 +75,7 @@ def read_run(path: Path) -> RunData:
     notes: list[str] = []
     rows = read_metrics(path)
     ledger = read_ledger(path, notes)
-    groups = ledger.trained if ledger else ()
+    groups = ledger.trained
     with _noted("Conversations", notes):
         groups = [*(groups or _spooled(path / "trajectories")), *_held_out(path / "eval")]
     summary = None
@@ -92,17 +90,17 @@ def read_run(path: Path) -> RunData:
         config=_json(path / "config.json", notes),
         environment=_json(path / "environment.json", notes),
         ledger=ledger,
-        time=split_time(ledger.history, rows) if ledger else None,
+        time=split_time(ledger.history, rows),
         shown=pick_episodes(groups),
         notes=notes,
     )
 
 
-def read_ledger(run: Path, notes: list[str]) -> LedgerData | None:
-    """None where there is no ledger, or none that can be read; then `notes` says why."""
+def read_ledger(run: Path, notes: list[str]) -> LedgerData:
+    """Empty where there is no ledger, or none that can be read; then `notes` says why."""
     trajectories = run / "trajectories"
     if not (run / LEDGER).exists():
-        return None
+        return LedgerData()
     with _noted("The ledger", notes), reading(run / LEDGER) as db:
         db.execute("BEGIN")  # all of it is of one moment, whatever the run writes meanwhile
         history, fates = read_history(db), read_fates(db)
@@ -119,7 +117,7 @@ def read_ledger(run: Path, notes: list[str]) -> LedgerData | None:
             group_spans=read_group_spans(db, history),
             trained=trained,
         )
-    return None
+    return LedgerData()
 
 
 def load_tokenizer(run: RunData) -> Tokenizer | None:

@@ -86,20 +86,20 @@ def split_time(history: RunHistory, rows: Sequence[Mapping[str, float]]) -> Time
 
 
 def make_timeline(
-    history: RunHistory | None, groups: Mapping[str, Floats], rows: Sequence[Mapping[str, float]]
+    history: RunHistory, groups: Mapping[str, Floats], rows: Sequence[Mapping[str, float]]
 ) -> dict[str, Any] | None:
     """Lanes of what was at work when, cut into bins of equal time; None where there is nothing to show.
 
     The `heat` of a lane is 0 to 1 for each bin: of the `peak` of groups at once, or without one a share of the time.
 
     Args:
-        history: None where there is no ledger; the lanes of trainer and weight update then come from `rows` alone.
+        history: empty where there is no ledger; the lanes of trainer and weight update then come from `rows` alone.
         groups: worker -> [N, 2] when its groups ran.
         rows: of `metrics.jsonl`, and those that rewinds left behind, by time.
     """
     done = [row for row in rows if {"time", "time/step"} <= row.keys()]
     begins, ends = [row["time"] - row["time/step"] for row in done], [row["time"] for row in done]
-    if history and history.starts:
+    if history.starts:
         begins, ends = [history.begin], [*ends, history.end]
     begin, whole = min(begins, default=0.0), max(ends, default=0.0) - min(begins, default=0.0)
     if whole <= 0:
@@ -107,21 +107,22 @@ def make_timeline(
     edges = np.linspace(begin, begin + whole, BINS + 1)
     running = {name: load(spans, edges) for name, spans in groups.items()}
     peak = max((float(one.max()) for one in running.values()), default=0.0) or 1.0
+    saved = [(s.at, s.committed_at) for s in history.steps if s.has_checkpoint and s.committed_at is not None]
     busy = {  # utilisation is logged as one number a step
         "engines": [(r["time"] - r["time/step"] * min(r.get("engine/utilisation", 0.0), 1.0), r["time"]) for r in done],
         "trainer": _phase(done, "time/train", after=("time/sync", "time/on_step")),
         "weight update": _phase(done, "time/sync", after=("time/on_step",)),
+        "evaluation": history.evaluations,
+        "checkpoints": saved,
+        "no engine served": history.pauses,
     }
-    if history:
-        saved = [(s.at, s.committed_at) for s in history.steps if s.has_checkpoint and s.committed_at is not None]
-        busy |= {"evaluation": history.evaluations, "checkpoints": saved, "no engine served": history.pauses}
     lanes = [(name, one / peak, peak) for name, one in running.items()]
     lanes += [(name, load(union(spans), edges).clip(0, 1), None) for name, spans in busy.items()]
     return {
         "lanes": [{"name": name, "heat": heat.tolist(), "peak": peak} for name, heat, peak in lanes if heat.any()],
         "marks": [
             {"at": (start.at - begin) / whole, "text": _mark(start), "is_rewind": start.from_step is not None}
-            for start in (history.starts[-MOST_MARKS:] if history else ())
+            for start in history.starts[-MOST_MARKS:]
         ],
         "bin_seconds": whole / BINS,
         "after": [clock((i + 0.5) * whole / BINS) for i in range(BINS)],

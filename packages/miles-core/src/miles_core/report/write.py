@@ -69,8 +69,8 @@ def run_page(run: RunData) -> str:
     rows = thin(by_lag(run.rows))
     charts = main_charts(rows, warm_up=thin(run.warm_up)) if rows else []
     more = other_charts(rows, drawn=charts)
-    scores = score_charts(run.ledger.evaluations if run.ledger else [])
-    discarded = [shown for discard in (run.ledger.discards if run.ledger else ()) for shown in discard.examples]
+    scores = score_charts(run.ledger.evaluations)
+    discarded = [shown for discard in run.ledger.discards for shown in discard.examples]
     shown = [trajectory for one in [*run.shown, *discarded] for trajectory in one.episode.trajectories]
     return render(
         "run",
