@@ -97,6 +97,14 @@ async def test_a_group_that_loses_three_workers_has_failed_with_the_reason_and_c
     assert fates[-1] == (Fate.FAILED, WORKER_LOST)
 
 
+async def test_the_workers_are_idle_when_no_group_runs_not_even_one_that_has_just_been_given_to_them(cluster: Any):
+    group = run(cluster, "g0")  # has not begun
+    idle = asyncio.ensure_future(cluster.workers.idle())
+    done, _ = await asyncio.wait([group, idle], return_when=asyncio.FIRST_COMPLETED)
+    assert group in done
+    await idle
+
+
 async def test_a_worker_that_dies_again_and_again_ends_the_run(cluster: Any):
     cluster.deadly |= {f"g{i}" for i in range(9)}
     await run(cluster, "g0")

@@ -59,6 +59,13 @@ class ScriptedEngines:
         self.folders: list[Path | None] = []
         self.running = 0
         self.most_running = 0
+        self._ended = asyncio.Event()
+
+    async def idle(self) -> None:
+        """As the workers of training wait for their groups."""
+        await asyncio.sleep(0)
+        while self.running:
+            await self._ended.wait()
 
     def into(self, folder: Path | None) -> ScriptedEngines:
         self.folders.append(folder)
@@ -79,6 +86,8 @@ class ScriptedEngines:
             return summarize(make_group(request.group_id, [[4]] * len(rewards), rewards, version=self.version))
         finally:
             self.running -= 1
+            self._ended.set()
+            self._ended = asyncio.Event()
 
 
 def make_log(told: Told, *, present: Callable[[], int] = lambda: 0) -> EvalLog:

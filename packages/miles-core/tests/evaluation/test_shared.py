@@ -7,19 +7,19 @@ import asyncio
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
 from miles_core.evaluation.config import DatasetConfig
-from miles_core.evaluation.shared import InFlight, SharedEvaluator
+from miles_core.evaluation.shared import SharedEvaluator
 from miles_rollout.dispatch import GroupRequest
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt, Sampling
 from scripted_rollout import now, run_virtual
 
 
-def make_shared(tmp_path, engines, told, *, gate=None, in_flight=None, timeout_s=100.0, present=lambda: 0, **datasets):
+def make_shared(tmp_path, engines, told, *, gate=None, training=None, timeout_s=100.0, present=lambda: 0, **datasets):
     return SharedEvaluator(
         make_scorer(tmp_path, **datasets),
         run_group_into=engines.into,
         gate=gate or Gate(),
-        in_flight=in_flight or InFlight(engines),
+        idle=(training or engines).idle,
         log=make_log(told, present=present),
         timeout_s=timeout_s,
     )
@@ -30,14 +30,13 @@ def test_submissions_pause_and_groups_in_flight_finish_before_the_evaluation(tmp
         engines, told, gate = ScriptedEngines(), Told(), Gate()
         training = ScriptedEngines()
         training.seconds = 7.0
-        in_flight = InFlight(training)
-        evaluator = make_shared(tmp_path, engines, told, gate=gate, in_flight=in_flight)
+        evaluator = make_shared(tmp_path, engines, told, gate=gate, training=training)
 
         async def submit():
             await gate.wait_open()
-            await in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g1", group_size=2))
+            await training(GroupRequest(prompt=Prompt(id="p"), group_id="g1", group_size=2))
 
-        running = asyncio.create_task(in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2)))
+        running = asyncio.create_task(training(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2)))
         evaluation = asyncio.create_task(evaluator.begin(0))
         await asyncio.sleep(1)
         submitted = asyncio.create_task(submit())
@@ -55,10 +54,9 @@ def test_submissions_pause_and_groups_in_flight_finish_before_the_evaluation(tmp
 def test_a_group_that_just_passed_the_gate_is_in_flight_too(tmp_path):
     async def main():
         engines, training = ScriptedEngines(), ScriptedEngines()
-        in_flight = InFlight(training)
-        evaluator = make_shared(tmp_path, engines, Told(), in_flight=in_flight)
+        evaluator = make_shared(tmp_path, engines, Told(), training=training)
         group = asyncio.create_task(
-            in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2))
+            training(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2))
         )  # has not begun
         await evaluator.begin(0)
         assert group.done()
@@ -105,8 +103,7 @@ def test_a_failure_of_any_kind_is_a_skipped_point_with_its_reason(tmp_path, brea
         engines.version = 4
         training = ScriptedEngines()
         training.seconds = 1e6 if breaks == "in_flight" else 1.0
-        in_flight = InFlight(training)
-        group = asyncio.create_task(in_flight(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2)))
+        group = asyncio.create_task(training(GroupRequest(prompt=Prompt(id="p"), group_id="g0", group_size=2)))
         if breaks == "groups":
             engines.broken = ConnectionError("the session server is gone")
         elif breaks == "slow":
@@ -115,7 +112,7 @@ def test_a_failure_of_any_kind_is_a_skipped_point_with_its_reason(tmp_path, brea
             engines.play = lambda prompt: [None, None]
         elif breaks == "behind":
             engines.version = 3
-        evaluator = make_shared(tmp_path, engines, told, gate=gate, in_flight=in_flight)
+        evaluator = make_shared(tmp_path, engines, told, gate=gate, training=training)
         metrics = await evaluator.begin(4)
         assert not any("score" in name or "pass@" in name for name in metrics), "no score, least of all 0"
         assert metrics["eval/skipped"] == 1

@@ -40,6 +40,10 @@ class RolloutWorkers:
         """
         self._attempts = config.rollout.retries + 1
         """Attempts of an episode that one worker may make."""
+        self._training = 0
+        """Groups for training that run."""
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._workers = [
             _Worker(config, index, run_dir=run_dir, on_event=on_event, evaluates_only=evaluates_only)
             for index in range(config.workers.count)
@@ -73,7 +77,19 @@ class RolloutWorkers:
 
     async def run_group(self, request: GroupRequest) -> GroupRef:
         """A group for training; durable in the spool when the reference comes back."""
-        return await self._run(request, "run_group")
+        self._training += 1
+        self._is_idle.clear()
+        try:
+            return await self._run(request, "run_group")
+        finally:
+            self._training -= 1
+            if not self._training:
+                self._is_idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no group for training runs; close the gate of the producer first."""
+        await asyncio.sleep(0)  # a group that passed the gate just before is a task that has not begun yet
+        await self._is_idle.wait()
 
     def evaluate_into(self, folder: Path | None) -> RunGroup:
         """Runs groups of an evaluation: summaries only; their conversations are written to `folder`."""

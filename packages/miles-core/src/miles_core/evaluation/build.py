@@ -19,7 +19,7 @@ from .evaluator import Evaluator
 from .external import ExternalScorer
 from .points import EvalLog
 from .scoring import Conversations, DatasetScorer
-from .shared import InFlight, SharedEvaluator
+from .shared import SharedEvaluator
 
 if TYPE_CHECKING:
     from miles_core.cluster import EvalEngines
@@ -33,7 +33,7 @@ async def build_evaluator(
     log: EvalLog,
     monitor: Monitor,
     gate: Gate,
-    in_flight: InFlight,
+    idle: Callable[[], Awaitable[None]],
     prompts: Callable[[str, int | None], Awaitable[list[Prompt]]],
     run_group_into: Callable[[Path | None], RunGroup],
     export: Callable[[Path], Awaitable[None]],
@@ -43,6 +43,7 @@ async def build_evaluator(
 
     Args:
         prompts: reads a split of the environment; what it raises is the user's mistake and ends the run.
+        idle: waits until no group of training runs.
         run_group_into: runs groups on the rollout engines.
         export: writes the present weights as engines hold them, as a Hugging Face folder.
         serving: makes engines of their own for the evaluation.
@@ -62,7 +63,7 @@ async def build_evaluator(
                 datasets,
                 run_group_into=run_group_into,
                 gate=gate,
-                in_flight=in_flight,
+                idle=idle,
                 log=log,
                 timeout_s=config.timeout_s,
             )

@@ -29,7 +29,6 @@ from miles_core.errors import cause
 from miles_core.evaluation.build import build_evaluator
 from miles_core.evaluation.evaluator import Evaluator
 from miles_core.evaluation.points import EvalLog
-from miles_core.evaluation.shared import InFlight
 from miles_core.monitor import Monitor, MultiMonitor
 from miles_core.monitor.alarms import Alarms
 from miles_core.monitor.metrics import Arrivals
@@ -111,8 +110,7 @@ class RLRun:
     async def _train_to_the_end(self, run: Started) -> None:
         """Train; when a trainer rank dies, go on from the last commit with new ranks and the engines that run."""
         restarts, are_lost = 0, False
-        in_flight = InFlight(run.workers.run_group)
-        self._evaluator = await self._make_evaluator(run, in_flight)
+        self._evaluator = await self._make_evaluator(run)
         while True:
             committed = self._commits.last
             try:
@@ -120,7 +118,7 @@ class RLRun:
                     await run.trainers.restart()
                     await run.trainers.setup(self._config.train, run.policy)
                 commit = await self._go_back(run, in_place=are_lost)
-                return await self._train(run, in_flight, commit)
+                return await self._train(run, commit)
             except Exception as error:
                 lost = cause(error)
                 restarts = 1 if self._commits.last > committed else restarts + 1
@@ -141,7 +139,7 @@ class RLRun:
         self.version = step
         return commit
 
-    async def _train(self, run: Started, in_flight: InFlight, commit: Checkpoint | None) -> None:
+    async def _train(self, run: Started, commit: Checkpoint | None) -> None:
         """Push the version that the trainer holds, then the loop, with evaluations before, during and after it."""
         config, rollout = self._config, self._config.rollout
         await run.trainers.connect(run.fleet.urls, self._push_config(run))
@@ -169,7 +167,7 @@ class RLRun:
                     produce,
                     prompts=stream,
                     buffer=buffer,
-                    run_group=in_flight,
+                    run_group=run.workers.run_group,
                     group_size=rollout.group_size,
                     gate=self._gate,
                     spool=self._finished,
@@ -233,14 +231,14 @@ class RLRun:
             return {}
         return await self._evaluator.begin(self.version)
 
-    async def _make_evaluator(self, run: Started, in_flight: InFlight) -> Evaluator:
+    async def _make_evaluator(self, run: Started) -> Evaluator:
         return await build_evaluator(
             self._config.eval,
             run_dir=self._run_dir,
             log=self._eval_log,
             monitor=self._monitor,
             gate=self._gate,
-            in_flight=in_flight,
+            idle=run.workers.idle,
             prompts=run.workers.prompts,
             run_group_into=run.workers.evaluate_into,
             export=run.trainers.export_serving,
