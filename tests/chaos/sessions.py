@@ -48,7 +48,7 @@ class ScriptedSessionServer:
 
     async def pause(self, is_paused: bool) -> None:
         if self._engine is not None:
-            self._engine.hold(is_paused)
+            self._engine.pause(is_paused)
 
     async def counters(self) -> Counters:
         return Counters() if self._engine is None else self._engine.counters()

@@ -41,7 +41,7 @@ def _build(config: ModelConfig, out: Path) -> Path:
     if made is not None and Path(made) != partial:
         return Path(made)
     if not (partial / "config.json").is_file():
-        return partial  # no model; what it lacks is told of it
+        return partial  # no model: the caller says what it lacks
     partial.rename(out)
     return out
 

@@ -120,7 +120,7 @@ class RolloutWorker:
         )
 
     async def pause(self, is_paused: bool) -> None:
-        """Told when no engine serves any more, and when one does again."""
+        """Hold episodes back, because no engine serves, or let them go on."""
         if self._worker is not None:
             self._worker.hold(is_paused)
 

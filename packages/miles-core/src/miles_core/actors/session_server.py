@@ -78,7 +78,7 @@ class SessionServer:
     async def pause(self, is_paused: bool) -> None:
         """Keep new requests to the engines waiting, or let them go."""
         if self._engine is not None:
-            self._engine.hold(is_paused)
+            self._engine.pause(is_paused)
 
     async def counters(self) -> Counters:
         """What went through the engines since the start."""

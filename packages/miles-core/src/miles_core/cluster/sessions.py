@@ -90,7 +90,7 @@ class SessionServers:
         settings = replace(self._settings, state=self._state / server.name)
         server.url = await server.process.call("start", settings, port_of(server.url) if server.url else 0)
         server.process.name = server.url
-        await server.pause(self._is_paused)  # what it was told meanwhile
+        await server.pause(self._is_paused)  # it may have changed meanwhile
 
     async def _keep(self, server: _Server) -> None:
         while True:
@@ -120,7 +120,7 @@ class _Server:
         self.process.spawn()
 
     async def pause(self, is_paused: bool) -> None:
-        with suppress(ProcessDied):  # the next one is told when it is up
+        with suppress(ProcessDied):  # its successor learns of it when it is up
             await self.process.call("pause", is_paused)
 
     async def counters(self) -> Counters:

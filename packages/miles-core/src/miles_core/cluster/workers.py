@@ -62,7 +62,7 @@ class RolloutWorkers:
         await asyncio.gather(*(worker.connect(sessions) for worker in self._workers))
 
     async def pause(self, is_paused: bool) -> None:
-        """Tell every worker when no engine serves any more, and when one does again."""
+        """Hold back the episodes of every worker, because no engine serves, or let them go on."""
         await asyncio.gather(*(worker.pause(is_paused) for worker in self._workers))
 
     async def prompts(self, split: str, limit: int | None) -> list[Prompt]:
@@ -149,7 +149,7 @@ class _Worker:
 
     async def pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
-        with suppress(ProcessDied):  # the next one is told when it is up
+        with suppress(ProcessDied):  # its successor learns of it when it is up
             await self.process.call("pause", is_paused)
 
     async def replace(self, dead: int) -> None:

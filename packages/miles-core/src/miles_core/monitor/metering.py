@@ -89,9 +89,9 @@ class MeteredEngine:
         self._opened = asyncio.Event()
         self._opened.set()
 
-    def hold(self, is_held: bool) -> None:
+    def pause(self, is_paused: bool) -> None:
         """Let new requests wait, or send them."""
-        self._opened.clear() if is_held else self._opened.set()
+        self._opened.clear() if is_paused else self._opened.set()
 
     async def generate(self, request: GenerateRequest) -> Generation:
         await self._opened.wait()

@@ -72,7 +72,7 @@ class Commits:
             writing, self._writing = self._writing, None
             await writing
 
-    async def forget(self) -> None:
+    async def give_up(self) -> None:
         """Abandon the checkpoint that is being written: the ranks that wrote it are gone, or the run ends."""
         if self._writing is not None:
             writing, self._writing = self._writing, None

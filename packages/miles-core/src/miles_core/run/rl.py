@@ -88,7 +88,7 @@ class RLRun:
                 for watch in watches:
                     watch.cancel()
         finally:
-            await self._commits.forget()
+            await self._commits.give_up()
             self._scores = self._ledger.scores()
             self._fates = asdict(self._ledger.counts())
             self._ledger.close()
@@ -126,7 +126,7 @@ class RLRun:
                     raise
                 logger.warning("%s The trainer goes on from the last commit.", lost)
                 self._ledger.event("trainer", "all ranks", f"restarted: {lost}")
-            await self._commits.forget()
+            await self._commits.give_up()
             are_lost = True
 
     async def _go_back(self, run: Started, *, in_place: bool) -> Checkpoint | None:

@@ -77,7 +77,7 @@ class SftRun:
             await self._commits.drain()
             await trainers.export(self._run_dir.checkpoints / "final")
         finally:
-            await self._commits.forget()
+            await self._commits.give_up()
             await stop_together([trainers])
 
     def summary(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ async def let_go(commits: Commits, checkpoints: SlowCheckpoints) -> None:
     await commits.begin(3, trainers=FakeTrainers(), state={})  # pyright: ignore[reportArgumentType]
     await asyncio.to_thread(checkpoints.begun.wait, 10.0)
     asyncio.get_running_loop().call_later(0.05, checkpoints.may_end.set)
-    await commits.forget()
+    await commits.give_up()
 
 
 def test_a_checkpoint_that_is_let_go_of_while_it_is_flushed_counts(tmp_path: Path) -> None:
