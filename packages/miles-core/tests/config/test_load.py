@@ -5,7 +5,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_core.config import ConfigError, load_config, to_dict, to_toml
+from miles_core.config import Config, ConfigError, load_config, to_dict, to_toml
+from miles_core.config.keys import NAME, leaves
 from miles_core.config.layers import find_file, parse_value, recipe_names
 
 MINIMAL = ["--model.path", "m", "--env.target", "task:make"]
@@ -296,3 +297,14 @@ def test_engines_of_the_evaluation_go_with_its_mode():
 def test_every_key_of_the_resolved_configuration_may_be_given(write):
     text = to_toml(load_config(MINIMAL, kind="rl").config)
     assert load_config(["@", write("resolved.toml", text)], kind="rl").config == load_config(MINIMAL).config
+
+
+def test_a_key_that_no_table_has_is_refused_in_every_table():
+    for key in leaves(Config):
+        if NAME in key.path or len(key.path) < 2:
+            continue
+        flag = "--" + ".".join((*key.path[:-1], "zzz"))
+        assert any(problem.startswith(f"{flag} is no key.") for problem in problems_of(flag, "1", kind=None)), flag
+    assert problems_of("--engines.x.zzz", "1", "--eval.datasets.x.zzz", "1", kind=None)[0].startswith(
+        "--engines.x.zzz is no"
+    )

@@ -108,6 +108,8 @@ def validate(layers: Layers) -> tuple[Config, list[Problem], list[KeyPath]]:
                 errors = [(_wrong_key(error, table), error) for error in invalid.errors(include_url=False)]
                 found = {path: _message(error, path, table) for path, error in errors if path is not None}
         for path, message in found.items():
+            if any(other != path and other[: len(path)] == path for other in found):
+                continue  # a table with a wrong key inside, which is to go first
             problems.append(Problem(layers.sources.get(path, ""), ".".join(path), message))
             removed.append(path)
             if path:

@@ -26,8 +26,6 @@ from miles_core.monitor.config import MonitorConfig
 class RunConfig:
     """What the run is called, and how long it goes on."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     name: str = "run"
     """Name of the run's directory; a number is added where it is taken."""
     dir: str = "runs"
@@ -46,8 +44,6 @@ class RunConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The model that is trained: a folder, or code that makes one."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     path: str | None = None
     """Hugging Face folder: config.json, safetensors, tokenizer."""
@@ -72,8 +68,6 @@ class ModelConfig:
 class EnvConfig:
     """What the model learns to do."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     target: str | None = None
     """Import string of a function that returns an environment, `module:function`."""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -93,8 +87,6 @@ class EnvConfig:
 class CheckpointConfig:
     """When the run becomes durable: what it loses when everything dies is what came after the last checkpoint."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     every: int = 10
     """Steps between checkpoints, written while training goes on; 0 writes them only at the end and on request
     (`touch RUN/save_now`)."""
@@ -113,8 +105,6 @@ class CheckpointConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
     """Supervised fine-tuning: a warm-up before reinforcement learning, or the whole job of `miles sft`."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     steps: int = 0
     """Optimizer steps; 0 is none."""
@@ -137,8 +127,6 @@ class SftConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     """Where the processes of the run are."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     address: str | None = None
     """A Ray cluster to join, e.g. auto or 10.0.0.1:6379; none starts one on this machine and stops it at the end."""
@@ -164,8 +152,6 @@ class RayConfig:
 class SessionsConfig:
     """The servers that record tokens between environments and engines."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     count: int = 1
     """Session server processes; a session lives on the one that its id hashes to."""
 
@@ -176,8 +162,6 @@ class SessionsConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersConfig:
     """The processes that run environments."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     count: int = 1
     """Worker processes; each runs its share of `rollout.max_concurrent_episodes`."""
@@ -190,7 +174,7 @@ class WorkersConfig:
 class Config:
     """One run."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (holds for every table below that has none)
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -19,8 +19,6 @@ EvalConfigError = SettingError
 class DatasetConfig:
     """One set of problems, `[eval.datasets.NAME]`."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     split: str = "heldout"
     """The environment's split to draw problems from."""
     num_prompts: int | None = None
@@ -40,8 +38,6 @@ class DatasetConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Scores on problems that are never trained on."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     every: int = 0
     """Steps between evaluations; 0 evaluates only at the start and the end."""

@@ -14,8 +14,6 @@ from miles_tito.shared.settings import SettingError, require
 class WandbConfig:
     """Weights & Biases, `pip install 'miles-core[wandb]'`."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     enabled: bool = False
     """Send metrics to Weights & Biases."""
     project: str = "miles"
@@ -30,8 +28,6 @@ class WandbConfig:
 class TrackioConfig:
     """trackio, a local tracker, `pip install 'miles-core[trackio]'`."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     enabled: bool = False
     """Write metrics to trackio's database; `trackio show` opens the dashboard."""
     project: str = "miles"
@@ -44,8 +40,6 @@ class TrackioConfig:
 class PrometheusConfig:
     """An endpoint for Prometheus, `pip install 'miles-core[prometheus]'`."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
     enabled: bool = False
     """Serve the latest metrics at http://host:port/metrics while the run goes on."""
     host: str = "127.0.0.1"
@@ -57,8 +51,6 @@ class PrometheusConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
     """Where metrics go besides `metrics.jsonl`, which is always written."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     console: Literal["auto", "rich", "plain", "off"] = "auto"
     """rich draws a live table, plain prints one line a step; auto is rich on a terminal and plain elsewhere."""
