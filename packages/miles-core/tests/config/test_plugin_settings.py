@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from miles_core.config import Config, ConfigError, load_config, reference, to_dict, to_toml
@@ -110,10 +111,13 @@ def test_plugins_are_written_so_that_they_load_back(tmp_path):
 
 
 def test_a_run_does_not_go_on_with_other_arguments():
-    def with_advantage(advantage: str | Plugin) -> dict[str, object]:
+    def with_advantage(advantage: str | Plugin) -> dict[str, Any]:
         return {"config": to_dict(replace(Config(), rollout=replace(Config().rollout, advantage=advantage)))}
 
     assert compare(with_advantage("mine:f"), with_advantage(Plugin(name="mine:f"))) == ([], [])
+    by_hand = with_advantage("grpo")
+    by_hand["config"]["rollout"]["advantage"] = {"name": "mine:f"}  # in config.json
+    assert compare(by_hand, with_advantage("mine:f")) == ([], [])
     assert compare(with_advantage("mine:f"), with_advantage(SCALED)).refused == [
         "rollout.advantage.args.scale was absent and is 2."
     ]

@@ -143,8 +143,8 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     for name, value in table.items():
         here = f"{prefix}{name}"
         if isinstance(value, Mapping) and here in _plugins():
-            yield here, value["name"]
-            value = {"args": value["args"]}
+            yield here, value.get("name")
+            value = {"args": value.get("args", {})}
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{here}.")
         elif not isinstance(value, Mapping):
