@@ -10,7 +10,7 @@ from typing import Any
 from core_records import make_group
 from miles_core.evaluation.config import DatasetConfig
 from miles_core.evaluation.points import EvalLog
-from miles_core.evaluation.scoring import Conversations, DatasetScorer
+from miles_core.evaluation.scoring import DatasetScorer
 from miles_rollout.dispatch import GroupRequest
 from miles_tito.records import Prompt, Sampling
 from miles_tito.records.summary import GroupRef, summarize
@@ -99,5 +99,6 @@ def make_scorer(tmp_path: Path, *, keep: int = 2, **datasets: DatasetConfig) -> 
     return DatasetScorer(
         datasets,
         prompts={name: [Prompt(id=f"{name}-{i}") for i in range(3)] for name in datasets},
-        conversations=Conversations(tmp_path / "eval", keep=keep),
+        conversations=tmp_path / "eval",
+        keep=keep,
     )

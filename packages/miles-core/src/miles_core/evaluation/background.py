@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from .evaluator import Evaluator
-from .points import DatasetScore, EvalLog, EvalPoint
+from .points import DatasetScore, EvalLog
 
 
 class SnapshotScorer(Protocol):
@@ -65,14 +65,14 @@ class BackgroundEvaluator(Evaluator):
             return {}
         if is_running and self._overlap == "skip":
             reason = f"the evaluation of step {self._step} still runs"
-            return self._log.skipped(step, reason, began=began).metrics()
+            return self._log.skipped(step, reason, began=began)
         await self.drain()
         try:
             self._snapshots.mkdir(parents=True, exist_ok=True)
             await self._export(self._folder(step))
         except Exception as error:  # the boundary: training does not end because an evaluation did
             self._drop(step)
-            return self._failed(step, error, "writing a snapshot of the weights", began).metrics()
+            return self._failed(step, error, "writing a snapshot of the weights", began)
         self._step, self._began = step, began
         self._running = asyncio.create_task(self._evaluate(step, began), name=f"evaluate step {step}")
         return {}
@@ -107,14 +107,14 @@ class BackgroundEvaluator(Evaluator):
             async with asyncio.timeout(self._timeout_s):
                 scores = await self._scorer(step, self._folder(step))
         except Exception as error:  # the boundary, as above
-            point = self._failed(step, error, "evaluating", began)
+            metrics = self._failed(step, error, "evaluating", began)
         else:
-            point = self._log.scored(step, scores, began=began)
+            metrics = self._log.scored(step, scores, began=began)
         finally:
             self._drop(step)
-        self._log_late(step, point.metrics())
+        self._log_late(step, metrics)
 
-    def _failed(self, step: int, error: Exception, doing: str, began: float) -> EvalPoint:
+    def _failed(self, step: int, error: Exception, doing: str, began: float) -> dict[str, float]:
         return self._log.failed(step, error, doing, timeout_s=self._timeout_s, began=began)
 
     def _folder(self, step: int) -> Path:

@@ -18,7 +18,7 @@ from .dedicated import DedicatedScorer
 from .evaluator import Evaluator
 from .external import ExternalScorer
 from .points import EvalLog
-from .scoring import Conversations, DatasetScorer
+from .scoring import DatasetScorer
 from .shared import SharedEvaluator
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ async def build_evaluator(
         scorer = ExternalScorer(config.external, log=lambda step: run_dir.log / f"eval-step-{step:06d}.log")
     else:
         heldout = {name: await prompts(d.split, d.num_prompts) for name, d in config.all_datasets.items()}
-        conversations = Conversations(run_dir.evaluations, keep=config.keep)
-        datasets = DatasetScorer(config.all_datasets, prompts=heldout, conversations=conversations)
+        datasets = DatasetScorer(
+            config.all_datasets, prompts=heldout, conversations=run_dir.evaluations, keep=config.keep
+        )
         if config.mode == "shared":
             return SharedEvaluator(
                 datasets,

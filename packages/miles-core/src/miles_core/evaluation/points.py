@@ -33,37 +33,11 @@ class DatasetScore:
     """One line for people."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalPoint:
-    """One evaluation of one version of the weights. A step and the version that it made have the same number."""
-
-    step: int
-    """The step whose weights were evaluated."""
-    scores: tuple[DatasetScore, ...]
-    """Empty where it was skipped."""
-    lag_steps: int
-    """Steps that training went on while it was evaluated."""
-    seconds: float
-    """From the moment it was due to its end."""
-
-    @property
-    def score(self) -> float | None:
-        """The mean over datasets; None unless every dataset has a score, for means of fewer would not compare."""
-        found = [s.score for s in self.scores if s.score is not None]
-        return sum(found) / len(found) if found and len(found) == len(self.scores) else None
-
-    def metrics(self) -> dict[str, float]:
-        """For the row of `step`. A score that does not exist is absent, never 0."""
-        merged = {name: value for scored in self.scores for name, value in scored.metrics.items()}
-        if len(self.scores) > 1 and self.score is not None:
-            merged["eval/score"] = self.score
-        merged |= {"eval/lag_steps": float(self.lag_steps), "eval/seconds": self.seconds}
-        skipped = sum(scored.score is None for scored in self.scores) if self.scores else 1
-        return merged | ({"eval/skipped": float(skipped)} if skipped else {})
-
-
 class EvalLog:
-    """Records every point of a run in ledger, log file and trace; its metrics are the caller's to log."""
+    """Records every point of a run in ledger, log file and trace, and returns its metrics; the evaluators call it.
+
+    A step and the version of the weights that it made have the same number.
+    """
 
     def __init__(self, *, ledger: Ledger, monitor: Monitor, present_step: Callable[[], int]) -> None:
         """
@@ -74,42 +48,51 @@ class EvalLog:
         self._monitor = monitor
         self._present_step = present_step
 
-    def scored(self, step: int, scores: Sequence[DatasetScore], *, began: float) -> EvalPoint:
-        """The evaluation that was due at `began` (seconds since the epoch) came to an end."""
-        ended, present = time.time(), self._present_step()
-        lag = max(present - step, 0)
-        point = EvalPoint(step=step, scores=tuple(scores), lag_steps=lag, seconds=ended - began)
-        self._monitor.event("evaluate", began, ended, "eval")
-        for scored in scores:
-            if scored.score is not None:
-                logger.info("step %d, %d steps later: %s", step, lag, scored.text)
-            else:
-                logger.warning("step %d has no score on %s: %s", step, scored.dataset, scored.reason)
-            self._record(step, scored, present, point.seconds)
-        return point
+    def scored(self, step: int, scores: Sequence[DatasetScore], *, began: float) -> dict[str, float]:
+        """The evaluation of the weights of `step`, due at `began` (seconds since the epoch), came to an end.
 
-    def skipped(self, step: int, reason: str, *, began: float) -> EvalPoint:
+        Returns:
+            metrics for the row of `step`. A score that does not exist is absent, never 0.
+        """
+        return self._record(step, scores, scores, began)
+
+    def skipped(self, step: int, reason: str, *, began: float) -> dict[str, float]:
         """It did not, for `reason`: one line."""
-        point = self.scored(step, (), began=began)
         logger.warning("the evaluation of step %d is skipped: %s", step, reason)
-        everything = DatasetScore(dataset="*", score=None, metrics={}, reason=reason)
-        self._record(step, everything, self._present_step(), point.seconds)
-        return point
+        return self._record(step, (), [DatasetScore(dataset="*", score=None, metrics={}, reason=reason)], began)
 
-    def failed(self, step: int, error: Exception, doing: str, *, timeout_s: float, began: float) -> EvalPoint:
+    def failed(self, step: int, error: Exception, doing: str, *, timeout_s: float, began: float) -> dict[str, float]:
         """`error` came up while `doing` something for it."""
         found = cause(error)
         if isinstance(found, TimeoutError) and not str(found):
             return self.skipped(step, f"{doing} took longer than `eval.timeout_s` = {timeout_s:g} s", began=began)
         return self.skipped(step, f"{doing}: {type(found).__name__}: {first_line(str(found))}", began=began)
 
-    def _record(self, step: int, scored: DatasetScore, present: int, seconds: float) -> None:
-        self._ledger.evaluated(
-            scored.dataset,
-            version=step,
-            logged_version=present,
-            score=scored.score,
-            reason=scored.reason,
-            seconds=seconds,
-            metrics=scored.metrics,
-        )
+    def _record(
+        self, step: int, scores: Sequence[DatasetScore], rows: Sequence[DatasetScore], began: float
+    ) -> dict[str, float]:
+        ended, present = time.time(), self._present_step()
+        lag, seconds = max(present - step, 0), ended - began
+        self._monitor.event("evaluate", began, ended, "eval")
+        for scored in scores:
+            if scored.score is not None:
+                logger.info("step %d, %d steps later: %s", step, lag, scored.text)
+            else:
+                logger.warning("step %d has no score on %s: %s", step, scored.dataset, scored.reason)
+        for row in rows:
+            self._ledger.evaluated(
+                row.dataset,
+                version=step,
+                logged_version=present,
+                score=row.score,
+                reason=row.reason,
+                seconds=seconds,
+                metrics=row.metrics,
+            )
+        found = [row.score for row in rows if row.score is not None]
+        metrics = {name: value for scored in scores for name, value in scored.metrics.items()}
+        if len(rows) == len(found) > 1:  # a mean over fewer datasets would not compare
+            metrics["eval/score"] = sum(found) / len(found)
+        if len(found) < len(rows):
+            metrics["eval/skipped"] = float(len(rows) - len(found))
+        return metrics | {"eval/lag_steps": float(lag), "eval/seconds": seconds}

@@ -16,35 +16,6 @@ from .config import DatasetConfig
 from .points import DatasetScore
 
 
-class Conversations:
-    """The folders `eval/step-…` with the episodes of the newest evaluations; `DatasetScorer` makes and removes them."""
-
-    def __init__(self, root: Path, *, keep: int) -> None:
-        self._root = root
-        self._keep = keep
-
-    def fresh(self, step: int) -> Path | None:
-        """An empty folder for the episodes of this step's evaluation; None where none are kept.
-
-        Those of this and later steps are removed: the run went back, and they belong to weights that are gone.
-        """
-        for number, folder in self._folders():
-            if number >= step:
-                shutil.rmtree(folder, ignore_errors=True)
-        return self._root / f"step-{step:06d}" if self._keep else None
-
-    def prune(self) -> None:
-        """Remove all but the newest."""
-        folders = self._folders()
-        for _, folder in folders[: max(len(folders) - self._keep, 0)]:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _folders(self) -> list[tuple[int, Path]]:
-        """By step, oldest first."""
-        found = (p for p in self._root.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name))
-        return sorted((int(path.name.removeprefix("step-")), path) for path in found)
-
-
 class DatasetScorer:
     """Runs the held-out prompts of every dataset at once on engines that hold the weights to score.
 
@@ -57,17 +28,21 @@ class DatasetScorer:
         datasets: Mapping[str, DatasetConfig],
         *,
         prompts: Mapping[str, Sequence[Prompt]],
-        conversations: Conversations,
+        conversations: Path,
+        keep: int,
     ) -> None:
         """
         Args:
             prompts: of each dataset.
+            conversations: folder for the episodes, one a step in it.
+            keep: evaluations whose episodes stay, the newest.
         """
         self._datasets = datasets
         self._prompts = prompts
         self._conversations = conversations
+        self._keep = keep
         self._count = 0
-        """Evaluations begun: sessions of one that was given up must not meet those of the next."""
+        """Evaluations begun: sessions of one that was cancelled must not meet those of the next."""
 
     async def __call__(self, step: int, run_group_into: Callable[[Path | None], RunGroup]) -> list[DatasetScore]:
         """Score the weights of `step`, which the engines hold.
@@ -76,7 +51,7 @@ class DatasetScorer:
             run_group_into: who runs the groups, given the folder that they are written to.
         """
         self._count += 1
-        run_group = run_group_into(self._conversations.fresh(step))
+        run_group = run_group_into(self._fresh_folder(step))
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = {
@@ -84,7 +59,7 @@ class DatasetScorer:
                     for name in self._datasets
                 }
         finally:
-            self._conversations.prune()
+            self._remove(self._folders()[: -self._keep] if self._keep else self._folders())
         return [self._score(name, step, task.result()) for name, task in tasks.items()]
 
     async def _dataset(self, name: str, step: int, run_group: RunGroup) -> EvalResult:
@@ -115,3 +90,20 @@ class DatasetScorer:
         return DatasetScore(
             dataset=name, score=result.mean, metrics=result.metrics(prefix=prefix), text=result.summary()
         )
+
+    def _fresh_folder(self, step: int) -> Path | None:
+        """An empty folder for the episodes of this step's evaluation; None where none are kept.
+
+        Those of this and later steps are removed: the run went back, and they belong to weights that are gone.
+        """
+        self._remove([(number, folder) for number, folder in self._folders() if number >= step])
+        return self._conversations / f"step-{step:06d}" if self._keep else None
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """By step, oldest first."""
+        found = (p for p in self._conversations.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name))
+        return sorted((int(path.name.removeprefix("step-")), path) for path in found)
+
+    def _remove(self, folders: Sequence[tuple[int, Path]]) -> None:
+        for _, folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -52,5 +52,5 @@ class SharedEvaluator(Evaluator):
                     what = "evaluating"
                     scores = await self._scorer(step, self._run_group_into)
         except Exception as error:  # the boundary: training does not end because an evaluation did
-            return self._log.failed(step, error, what, timeout_s=self._timeout_s, began=began).metrics()
-        return self._log.scored(step, scores, began=began).metrics()
+            return self._log.failed(step, error, what, timeout_s=self._timeout_s, began=began)
+        return self._log.scored(step, scores, began=began)
