@@ -122,27 +122,15 @@ class TrainerRank:
         return Pushed(metrics=dict(report.metrics))
 
     def begin_save(self, path: Path) -> None:
-        """Copy what a checkpoint holds to host memory; it is written behind training. Collective.
-
-        Raises:
-            CheckpointError: the one before has not been finished.
-        """
+        """Copy what a checkpoint holds to host memory; it is written behind training. Collective."""
         self._trainer.begin_save(path)
 
     def finish_save(self) -> None:
-        """Wait until it is durable on every rank; beside `train`, in a thread of its own.
-
-        Raises:
-            CheckpointError: some rank could not write it.
-        """
+        """Wait until it is durable on every rank; beside `train`, in a thread of its own."""
         self._trainer.finish_save()
 
     def load(self, path: Path) -> None:
-        """Weights, moments, schedule, random states and version of a checkpoint. Collective.
-
-        Raises:
-            CheckpointError: it is absent, incomplete or of another model.
-        """
+        """Weights, moments, schedule, random states and version of a checkpoint. Collective."""
         self._trainer.load(path)
 
     def export(self, path: Path) -> None:

@@ -157,7 +157,11 @@ class TrainerRanks:
             return version
 
     async def load(self, path: Path) -> None:
-        """Weights, moments, schedule, random states and version of a checkpoint."""
+        """Weights, moments, schedule, random states and version of a checkpoint.
+
+        Raises:
+            CheckpointError: it is absent, incomplete or of another model.
+        """
         await self._all("load", path)
 
     async def begin_save(self, path: Path) -> None:
@@ -165,7 +169,11 @@ class TrainerRanks:
         await self._all("begin_save", path)
 
     async def finish_save(self) -> None:
-        """Wait until what `begin_save` started is on disk; raises what kept it from getting there."""
+        """Wait until what `begin_save` started is on disk.
+
+        Raises:
+            CheckpointError: some rank could not write it.
+        """
         await self._each("finish_save", [()] * len(self._ranks), group=CHECKPOINT)
 
     async def export(self, path: Path) -> None:

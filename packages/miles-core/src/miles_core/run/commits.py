@@ -14,8 +14,11 @@ from typing import Any
 
 from miles_core.cluster import TrainerRanks
 from miles_core.config import CheckpointConfig
-from miles_core.durable.checkpoints import Checkpoints, reading
+from miles_core.durable.checkpoints import Checkpoint, Checkpoints, reading
+from miles_core.durable.fingerprint import compare, fingerprint_model
 from miles_core.durable.ledger import Ledger
+
+from .changes import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +29,43 @@ TRAINER = "trainer"
 class Commits:
     """Decides when a step is saved, and saves it beside training, one at a time; the loop calls it after each step."""
 
-    def __init__(self, config: CheckpointConfig, *, checkpoints: Checkpoints, ledger: Ledger | None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        checkpoints: Checkpoints,
+        ledger: Ledger | None = None,
+        accept_changes: bool = False,
+    ) -> None:
         """
         Args:
             ledger: records each committed step; supervised training keeps none.
+            accept_changes: go on although the model or the data is another than before.
         """
         self._config = config
         self._checkpoints = checkpoints
         self._ledger = ledger
+        self._accept_changes = accept_changes
+        self._fingerprint: dict[str, Any] = {}
         self._writing: asyncio.Task[None] | None = None
         self._step = 0
         """Of the checkpoint that is being written."""
         self.last = 0
         """Newest committed step."""
+
+    def check_unchanged(self, found: Checkpoint | None, *, model: Path, prompts: Mapping[str, Any]) -> None:
+        """Model and data are those that the newest checkpoint was made with; later ones record them.
+
+        Args:
+            prompts: fingerprint of the data.
+
+        Raises:
+            ResumeError: they are not, and the user has not accepted that.
+        """
+        self._fingerprint = {"model": fingerprint_model(model), "prompts": prompts}
+        if found is not None:
+            before = self._checkpoints.load_state(found)["fingerprint"]
+            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether to save after `step`: every so many, at the end of the run, or at the user's request."""
@@ -58,7 +85,9 @@ class Commits:
         self._step = step
         folder = self._checkpoints.begin(step)
         await trainers.begin_save(folder / TRAINER)
-        self._writing = asyncio.create_task(self._finish(step, trainers, dict(state)), name=f"checkpoint {step}")
+        self._writing = asyncio.create_task(
+            self._finish(step, trainers, {**state, "fingerprint": self._fingerprint}), name=f"checkpoint {step}"
+        )
         return {"time/checkpoint": time.monotonic() - waited, "time/checkpoint_wait": waited - began}
 
     async def check(self) -> None:

@@ -24,6 +24,7 @@ from miles_weightsync.config import PushConfig
 from miles_core.cluster import EvalEngines, TrainerLost
 from miles_core.config import Config
 from miles_core.durable.checkpoints import Checkpoint
+from miles_core.durable.fingerprint import fingerprint_prompts
 from miles_core.durable.rundir import RunDir
 from miles_core.errors import cause
 from miles_core.evaluation.build import build_evaluator
@@ -147,7 +148,7 @@ class RLRun:
         await push(self.version)
         logger.info("the engines serve version %d", self.version)
         prompts = await run.workers.prompts(config.env.split, config.env.num_prompts)
-        self._state.check_unchanged(run.policy, prompts, commit)
+        self._commits.check_unchanged(commit, model=run.policy, prompts=fingerprint_prompts(prompts))
         stream = PromptStream(prompts, seed=config.run.seed)
         stream.restore({**stream.state(), "drawn": self._ledger.drawn()})
         resume = resume_state(self._ledger, trajectories=self._run_dir.trajectories, prompts=prompts)

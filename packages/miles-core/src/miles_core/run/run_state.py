@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from miles_tito.records import Prompt
 
 from miles_core.actors.rollout_worker import MAX_LOSSES
 from miles_core.cluster import TrainerRanks
 from miles_core.config import Config
 from miles_core.durable.checkpoints import Checkpoint, Checkpoints
-from miles_core.durable.fingerprint import compare, fingerprint_model, fingerprint_prompts
 from miles_core.durable.ledger import Ledger, Limits
 from miles_core.durable.rundir import RunDir, environment
 
-from .changes import ResumeError, refuse
+from .changes import ResumeError
 from .commits import Commits
 
 logger = logging.getLogger(__name__)
@@ -34,12 +28,13 @@ class RunState:
         self._config = config
         self._run_dir = run_dir
         self._accept_changes = accept_changes
-        self._fingerprint: dict[str, Any] = {}
         self._checkpoints = Checkpoints(
             run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
         )
         self.ledger = Ledger.open(run_dir.ledger, create=True)
-        self.commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=self.ledger)
+        self.commits = Commits(
+            config.checkpoint, checkpoints=self._checkpoints, ledger=self.ledger, accept_changes=accept_changes
+        )
 
     def begin(self) -> None:
         """A new start in the ledger: of a new run, or from the newest committed step of an old one."""
@@ -79,13 +74,6 @@ class RunState:
         if returned:
             logger.info("back at step %d: %d groups trained after it return to the buffer", step, returned)
 
-    def check_unchanged(self, model: Path, prompts: Sequence[Prompt], commit: Checkpoint | None) -> None:
-        """Model and data are those that the last commit was made with."""
-        self._fingerprint = {"model": fingerprint_model(model), "prompts": fingerprint_prompts(prompts)}
-        if commit is not None:
-            before = self._checkpoints.load_state(commit)["fingerprint"]
-            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
-
     async def commit(self, trainers: TrainerRanks, step: int) -> dict[str, float]:
         """Begin a checkpoint of `step`; returns metrics once training may go on."""
         state = {
@@ -93,7 +81,6 @@ class RunState:
             "drawn": self.ledger.drawn(),
             "next_group": self.ledger.next_group(),
             "open_groups": [group.id for group in self.ledger.open_groups()],
-            "fingerprint": self._fingerprint,
         }
         return await self.commits.begin(step, trainers=trainers, state=state)
 

@@ -24,12 +24,10 @@ from miles_core.cluster import Remote, TrainerRanks, stop_together
 from miles_core.cluster.remote import put
 from miles_core.config import Config
 from miles_core.durable.checkpoints import Checkpoint, Checkpoints
-from miles_core.durable.fingerprint import compare, fingerprint_model
 from miles_core.durable.rundir import RunDir
 from miles_core.monitor import JsonlMonitor, Monitor, RunSummary
 
 from . import loop
-from .changes import refuse
 from .commits import TRAINER, Commits
 from .demonstrations import SupervisedSource, imitate
 
@@ -46,14 +44,12 @@ class SftRun:
             accept_changes: go on although the model or the data is another than before.
         """
         self._config = config
-        self._accept_changes = accept_changes
-        self._fingerprint: dict[str, Any] = {}
         self._run_dir = run_dir
         self._monitor = monitor
         self._checkpoints = Checkpoints(
             run_dir.checkpoints, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
         )
-        self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, ledger=None)
+        self._commits = Commits(config.checkpoint, checkpoints=self._checkpoints, accept_changes=accept_changes)
         self._began = time.monotonic()
         self._steps = 0
 
@@ -71,7 +67,7 @@ class SftRun:
                 model=model,
                 monitor=self._monitor,
                 on_step=partial(self._after_step, trainers),
-                on_data=partial(self._compare, found, model),
+                on_data=lambda data: self._commits.check_unchanged(found, model=model, prompts=data),
                 found=found,
             )
             await self._commits.drain()
@@ -90,15 +86,7 @@ class SftRun:
         await self._commits.check()
         if not self._commits.is_due(version, is_last=version == self._config.sft.steps):
             return {}
-        state = {"version": version, "fingerprint": self._fingerprint}
-        return await self._commits.begin(version, trainers=trainers, state=state)
-
-    def _compare(self, found: Checkpoint | None, model: Path, data: dict[str, Any]) -> None:
-        """Model and data are those that the checkpoint was made from, or the user accepts what has changed."""
-        self._fingerprint = {"model": fingerprint_model(model), "prompts": data}
-        if found:
-            before = self._checkpoints.load_state(found)["fingerprint"]
-            refuse(compare(before, self._fingerprint), accept_changes=self._accept_changes)
+        return await self._commits.begin(version, trainers=trainers, state={"version": version})
 
 
 def sft_train_config(config: Config) -> TrainConfig:
