@@ -1,6 +1,6 @@
 """The tables of `ledger.db`, and how an older file becomes a present one.
 
-The schema is the sum of its steps: a new file runs all of them, an older one those that it lacks.
+The schema is the sum of its steps, `schema_1.sql` and on: a new file runs all of them, an older one those that it lacks.
 
     starts ◀─ groups ◀─┬─ changes       every change of fate, in order
                        ├─ episodes ◀─ attempts      the earlier, failed ones of an episode
@@ -21,129 +21,12 @@ from miles_tito.errors import MilesError
 APPLICATION_ID = 0x4D4C4547
 """`MLEG`, in the header of the file."""
 
-_RUN = """
-CREATE TABLE starts (
-    start INTEGER PRIMARY KEY,
-    from_step INTEGER,              -- the committed step it goes on from, NULL for a fresh run
-    at REAL NOT NULL,               -- seconds since 1970, as every `at` here
-    is_in_place INTEGER NOT NULL,   -- the trainer went back, the process stayed
-    returned INTEGER NOT NULL,      -- groups of dropped steps that went back to the buffer
-    max_staleness INTEGER,
-    credits INTEGER,
-    retries INTEGER NOT NULL,
-    info TEXT NOT NULL              -- JSON
-);
-CREATE TABLE segments (
-    segment INTEGER PRIMARY KEY,
-    file TEXT NOT NULL UNIQUE       -- in trajectories/
-);
-CREATE TABLE groups (
-    number INTEGER PRIMARY KEY,     -- order of issue, from 0
-    group_id TEXT NOT NULL UNIQUE,
-    prompt_id TEXT NOT NULL,
-    fate TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    issued_start INTEGER NOT NULL REFERENCES starts,
-    issued_at REAL NOT NULL,
-    issued_version INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,       -- first one of the present issue
-    drawn INTEGER,                  -- prompts drawn from the stream up to its issue
-    retry_of TEXT,
-    is_retry_due INTEGER NOT NULL,  -- its prompt is to run again and was not issued again yet
-    finished_at REAL,
-    segment INTEGER REFERENCES segments,
-    offset INTEGER,
-    oldest_version INTEGER,         -- as recorded, labels of dead branches included
-    newest_version INTEGER
-);
-CREATE INDEX groups_prompt ON groups (prompt_id);
-CREATE INDEX groups_open ON groups (number) WHERE fate IN ('in_flight', 'buffered');
-CREATE INDEX groups_retry ON groups (number) WHERE is_retry_due;
-CREATE TABLE changes (
-    change INTEGER PRIMARY KEY,
-    number INTEGER NOT NULL REFERENCES groups,
-    what TEXT NOT NULL,             -- issued, reissued, returned, or a fate
-    reason TEXT NOT NULL,
-    version INTEGER NOT NULL,
-    start INTEGER NOT NULL REFERENCES starts,
-    at REAL NOT NULL
-);
-CREATE INDEX changes_group ON changes (number);
-CREATE TABLE episodes (
-    number INTEGER NOT NULL REFERENCES groups,
-    episode INTEGER NOT NULL,
-    episode_id TEXT NOT NULL,
-    outcome TEXT NOT NULL,
-    reward REAL,
-    error TEXT,
-    attempt INTEGER NOT NULL,
-    seconds REAL NOT NULL,
-    finished_at REAL,
-    trajectories INTEGER NOT NULL,
-    tokens INTEGER NOT NULL,
-    loss_tokens INTEGER NOT NULL,
-    oldest_version INTEGER,
-    newest_version INTEGER,
-    is_masked INTEGER NOT NULL DEFAULT 0,   -- too old: counted for the baseline, not trained
-    PRIMARY KEY (number, episode),
-    CHECK ((reward IS NULL) = (outcome NOT IN ('graded', 'policy_limit')))
-) WITHOUT ROWID;
-CREATE TABLE attempts (
-    number INTEGER NOT NULL REFERENCES groups,
-    episode INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    outcome TEXT NOT NULL,
-    error TEXT,
-    seconds REAL NOT NULL,
-    finished_at REAL NOT NULL,
-    PRIMARY KEY (number, episode, attempt)
-) WITHOUT ROWID;
-CREATE TABLE steps (
-    step INTEGER PRIMARY KEY,
-    version INTEGER NOT NULL,       -- of the weights that it made
-    start INTEGER NOT NULL REFERENCES starts,
-    at REAL NOT NULL,
-    committed_at REAL,
-    checkpoint TEXT,                -- where it is the newest step of one
-    dropped_start INTEGER REFERENCES starts     -- the start that went back behind it
-);
-CREATE UNIQUE INDEX steps_live ON steps (version) WHERE dropped_start IS NULL;
-CREATE TABLE step_groups (
-    step INTEGER NOT NULL REFERENCES steps,
-    number INTEGER NOT NULL REFERENCES groups,
-    is_live INTEGER NOT NULL,
-    PRIMARY KEY (step, number)
-) WITHOUT ROWID;
-CREATE UNIQUE INDEX trained_once ON step_groups (number) WHERE is_live;
-"""
-
-_EVENTS = """
-ALTER TABLE steps ADD COLUMN facts TEXT NOT NULL DEFAULT '{}';      -- JSON: seconds, tokens, …
-CREATE TABLE happenings (
-    happening INTEGER PRIMARY KEY,
-    kind TEXT NOT NULL,             -- engine, worker, trainer, session, alarm, …
-    subject TEXT NOT NULL,
-    text TEXT NOT NULL,
-    version INTEGER,
-    start INTEGER NOT NULL REFERENCES starts,
-    at REAL NOT NULL
-);
-CREATE TABLE evaluations (
-    evaluation INTEGER PRIMARY KEY,
-    dataset TEXT NOT NULL,
-    version INTEGER NOT NULL,       -- of the weights that were evaluated
-    logged_version INTEGER NOT NULL,    -- that the trainer had when the result came: the lag is the difference
-    score REAL,                     -- NULL for a skipped point
-    reason TEXT NOT NULL,           -- why it was skipped
-    seconds REAL NOT NULL,
-    metrics TEXT NOT NULL,          -- JSON
-    start INTEGER NOT NULL REFERENCES starts,
-    at REAL NOT NULL
-);
-"""
-
-STEPS = (_RUN, _EVENTS)
-SCHEMA_VERSION = len(STEPS)
+SCHEMA_VERSION = 2
+STEPS = tuple(
+    Path(__file__).with_name(f"schema_{number}.sql").read_text(encoding="utf-8")
+    for number in range(1, SCHEMA_VERSION + 1)
+)
+"""Each adds to those before it; what was released is never changed."""
 
 
 class LedgerError(MilesError, RuntimeError):
