@@ -1,6 +1,6 @@
 """The tables of `ledger.db`, and how an older file becomes a present one.
 
-The schema is the sum of its steps, `schema_1.sql` and on: a new file runs all of them, an older one those that it lacks.
+The schema is the sum of its steps, `schema_1.sql` and on: a new file runs all of them, an older one what it lacks.
 
     starts ◀─ groups ◀─┬─ changes       every change of fate, in order
                        ├─ episodes ◀─ attempts      the earlier, failed ones of an episode
