@@ -17,7 +17,7 @@ from miles_tito.sessions.client_headers import Hints
 from miles_tito.sessions.journal import Journal
 from miles_tito.sessions.session import Plan, Session, Turn
 from miles_tito.sessions.tree import Node
-from miles_tito.tokens.families.parser import Piece, TextPiece, ToolCall
+from miles_tito.tokens.families.parser import Piece, pieces_of
 
 from .dialects.base import TurnRequest
 from .metrics import Metrics
@@ -44,15 +44,7 @@ class RecordedTurn:
         return nullcontext()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        message = self.node.message
-        pieces: list[Piece] = [
-            ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])
-        ]
-        if message["content"]:
-            pieces.insert(0, TextPiece("content", message["content"]))
-        if message.get("reasoning_content"):
-            pieces.insert(0, TextPiece("reasoning", message["reasoning_content"]))
-        yield pieces
+        yield pieces_of(self.node.message)
 
     async def begun(self) -> None:
         return

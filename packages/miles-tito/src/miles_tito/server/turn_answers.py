@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,45 +26,34 @@ _HOLD_HEAD_S = 5.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
     """The answer to one request as an ASGI application, whole or in events; given up when the client leaves."""
 
-    def __init__(
-        self,
-        live: LiveSession,
-        answer: RecordedTurn | RunningTurn,
-        *,
-        dialect: Dialect,
-        writer: AnswerWriter,
-        stream: bool,
-        wants_logprobs: bool,
-        headers: dict[str, str],
-        metrics: Metrics,
-    ) -> None:
-        self._live = live
-        self._answer = answer
-        self._dialect = dialect
-        self._writer = writer
-        self._stream = stream
-        self._wants_logprobs = wants_logprobs
-        self._headers = headers
-        self._metrics = metrics
+    live: LiveSession
+    turn: RecordedTurn | RunningTurn
+    dialect: Dialect
+    writer: AnswerWriter
+    stream: bool
+    wants_logprobs: bool
+    headers: dict[str, str]
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._answer.attached():
-            work = self._send_events(send) if self._stream else self._send_whole(scope, receive, send)
+        with self.turn.attached():
+            work = self._send_events(send) if self.stream else self._send_whole(scope, receive, send)
             if await unless_disconnected(receive, work) is None:
-                self._metrics.add("turns_not_recorded_total", reason="client_left")
+                self.metrics.add("turns_not_recorded_total", reason="client_left")
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> bool:
         try:
-            node = await self._answer.result()
+            node = await self.turn.result()
         except MilesError as error:
             await self._refuse(error)(scope, receive, send)
             return True
-        body = self._writer.whole(node.message, self._ending(node))
-        await Response(body, media_type=JSON, headers=self._headers)(scope, receive, send)
-        self._live.delivered(node)
+        body = self.writer.whole(node.message, self._ending(node))
+        await Response(body, media_type=JSON, headers=self.headers)(scope, receive, send)
+        self.live.delivered(node)
         return True
 
     async def _send_events(self, send: Send) -> bool:
@@ -72,27 +62,27 @@ class TurnAnswer:
 
         try:
             async with asyncio.timeout(_HOLD_HEAD_S):
-                await self._answer.begun()
-                if self._answer.has_failed:
-                    await self._answer.result()
+                await self.turn.begun()
+                if self.turn.has_failed:
+                    await self.turn.result()
         except TimeoutError:
             pass
         except MilesError as error:
             await self._refuse(error)({"type": "http"}, _nothing, send)
             return True
         await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
-        await write(self._writer.opening())
-        async for pieces in self._answer.pieces():
-            await write(self._writer.pieces(pieces) if pieces else self._writer.ping())
+        await write(self.writer.opening())
+        async for pieces in self.turn.pieces():
+            await write(self.writer.pieces(pieces) if pieces else self.writer.ping())
         try:
-            node = await self._answer.result()
+            node = await self.turn.result()
         except MilesError as error:
             problem = as_problem(error)
-            self._metrics.add("turns_not_recorded_total", reason=problem.code)
-            await write(self._writer.failure(problem), more=False)
+            self.metrics.add("turns_not_recorded_total", reason=problem.code)
+            await write(self.writer.failure(problem), more=False)
             return True
-        await write(self._writer.closing(self._ending(node)), more=False)
-        self._live.delivered(node)
+        await write(self.writer.closing(self._ending(node)), more=False)
+        self.live.delivered(node)
         return True
 
     def _ending(self, node: Node) -> Ending:
@@ -100,18 +90,18 @@ class TurnAnswer:
         usage = TokenUsage(
             prompt_tokens=node.num_ids - len(node.completion_ids),
             completion_tokens=len(node.completion_ids),
-            cached_tokens=self._answer.cached_tokens,
+            cached_tokens=self.turn.cached_tokens,
         )
-        tokens = _sampled(node, self._live.session.joiner.tokenizer) if self._wants_logprobs else None
+        tokens = _sampled(node, self.live.session.joiner.tokenizer) if self.wants_logprobs else None
         return Ending(finish=node.finish_reason, stop_string=node.stop_string, usage=usage, tokens=tokens)
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
-        headers = {**self._headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        headers = {**self.headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         return [(key.encode(), value.encode()) for key, value in headers.items()]
 
     def _refuse(self, error: MilesError) -> Response:
-        self._metrics.add("turns_not_recorded_total", reason=as_problem(error).code)
-        return refusal(error, self._dialect)
+        self.metrics.add("turns_not_recorded_total", reason=as_problem(error).code)
+        return refusal(error, self.dialect)
 
 
 def refusal(error: MilesError, dialect: Dialect) -> Response:

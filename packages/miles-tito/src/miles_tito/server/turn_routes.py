@@ -36,8 +36,8 @@ class TurnRoutes:
         writer.start(rid=node.rid, model=service.model, usage=TokenUsage(prompt_tokens=prompt))
         service.metrics.time("added_seconds", time.perf_counter() - began)
         return TurnAnswer(
-            live,
-            answer,
+            live=live,
+            turn=answer,
             dialect=dialect,
             writer=writer,
             stream=asked.stream,

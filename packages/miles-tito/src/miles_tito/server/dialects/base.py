@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.records import FinishReason, Message, Sampling
 from miles_tito.tokens.constrained_output import Form
-from miles_tito.tokens.families.parser import Piece
+from miles_tito.tokens.families.parser import Piece, TextPiece, ToolCall
 from miles_tito.tokens.messages import call_prefix
 
 
@@ -68,36 +69,51 @@ class Ending:
     """All that was sampled, marks and end token among them, where the request wants log-probs."""
 
 
-class AnswerWriter(Protocol):
+class AnswerWriter(ABC):
     """Writes one answer in its dialect, whole or in server-sent events; `turn_answers` calls it."""
+
+    def __init__(self) -> None:
+        self._rid = ""
+        self._num_calls = 0
 
     def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
         """Name the answer; comes before everything else."""
-        ...
+        self._rid = rid
 
+    @abstractmethod
     def whole(self, reply: Message, ending: Ending) -> bytes:
         """The answer in one body."""
-        ...
 
+    @abstractmethod
     def opening(self) -> bytes:
         """The first events."""
-        ...
 
     def pieces(self, pieces: Sequence[Piece]) -> bytes:
         """Events for what was sampled since."""
-        ...
+        return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._text(piece) for piece in pieces)
 
     def ping(self) -> bytes:
-        """A sign of life that changes nothing."""
-        ...
+        """A sign of life that changes nothing: a comment."""
+        return b": still at work\n\n"
 
+    @abstractmethod
     def closing(self, ending: Ending) -> bytes:
         """The last events."""
-        ...
 
+    @abstractmethod
     def failure(self, problem: RequestError) -> bytes:
         """An error after the stream began."""
-        ...
+
+    @abstractmethod
+    def _text(self, piece: TextPiece) -> bytes: ...
+
+    @abstractmethod
+    def _call(self, call: ToolCall) -> bytes: ...
+
+    def _next_call_id(self) -> str:
+        """The name of the turn's next tool call."""
+        self._num_calls += 1
+        return call_id(self._rid, self._num_calls - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +132,6 @@ def openai_error(problem: RequestError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
     kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code}}
-
-
-PING = b": still at work\n\n"
-"""A comment among server-sent events."""
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

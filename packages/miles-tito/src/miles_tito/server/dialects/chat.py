@@ -10,19 +10,17 @@ import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.records import FinishReason, Message, Sampling
-from miles_tito.tokens.families.parser import Piece, ToolCall
+from miles_tito.tokens.families.parser import TextPiece, ToolCall
 from miles_tito.tokens.messages import normalize
 
 from . import fields
 from .base import (
-    PING,
     AnswerWriter,
     Dialect,
     Ending,
     SampledToken,
     TokenUsage,
     TurnRequest,
-    call_id,
     event,
     openai_error,
 )
@@ -103,15 +101,15 @@ class ChatRequest(fields.AgentRequest, kw_only=True):
     prompt_cache_key: Any = None
 
 
-class ChatWriter:
+class ChatWriter(AnswerWriter):
     """Writes `chat.completion` objects; implements `AnswerWriter`."""
 
     def __init__(self, *, include_usage: bool) -> None:
+        super().__init__()
         self._include_usage = include_usage
-        self._num_calls = 0
 
     def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        self._rid = rid
+        super().start(rid=rid, model=model, usage=usage)
         self._base = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": model}
 
     def whole(self, reply: Message, ending: Ending) -> bytes:
@@ -137,12 +135,6 @@ class ChatWriter:
     def opening(self) -> bytes:
         return self._event([_choice({"role": "assistant", "content": ""}, None)])
 
-    def pieces(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(self._event([_choice(self._delta(piece), None)]) for piece in pieces)
-
-    def ping(self) -> bytes:
-        return PING
-
     def closing(self, ending: Ending) -> bytes:
         # All at once: what was sampled is known token by token, what the client sees piece by piece.
         last = self._event([{**_choice({}, ending.finish), "logprobs": _logprobs(ending.tokens)}])
@@ -153,14 +145,16 @@ class ChatWriter:
     def failure(self, problem: RequestError) -> bytes:
         return event(openai_error(problem))
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        if not isinstance(piece, ToolCall):
-            return {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}
+    def _text(self, piece: TextPiece) -> bytes:
+        return self._event(
+            [_choice({"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}, None)]
+        )
+
+    def _call(self, call: ToolCall) -> bytes:
         index = self._num_calls
-        self._num_calls += 1
-        function = {"name": piece.name, "arguments": piece.arguments_json}
-        call = {"index": index, "id": call_id(self._rid, index), "type": "function", "function": function}
-        return {"tool_calls": [call]}
+        function = {"name": call.name, "arguments": call.arguments_json}
+        part = {"index": index, "id": self._next_call_id(), "type": "function", "function": function}
+        return self._event([_choice({"tool_calls": [part]}, None)])
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({**self._base, "object": "chat.completion.chunk", "choices": choices, **more})

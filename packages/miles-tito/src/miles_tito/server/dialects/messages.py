@@ -5,16 +5,16 @@ message_start ─▶ (content_block_start ─▶ content_block_delta … ─▶ 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.records import FinishReason, Message
-from miles_tito.tokens.families.parser import Piece, ToolCall
+from miles_tito.tokens.families.parser import TextPiece, ToolCall, pieces_of
 
-from .base import Ending, TokenUsage, call_id, event
+from .base import AnswerWriter, Ending, TokenUsage, event
 
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -31,28 +31,29 @@ _ERROR_TYPES = {
 }
 
 
-class MessagesWriter:
+class MessagesWriter(AnswerWriter):
     """Writes Anthropic `message` objects; implements `AnswerWriter`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._index = -1
         self._open: str | None = None
         """Type of the content block that is being written."""
-        self._num_calls = 0
 
     def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        self._rid = rid
+        super().start(rid=rid, model=model, usage=usage)
         self._message = {"id": f"msg_{rid}", "type": "message", "role": "assistant", "model": model}
         self._usage = _usage(usage)
 
     def whole(self, reply: Message, ending: Ending) -> bytes:
-        content: list[dict[str, Any]] = []
-        if reply.get("reasoning_content"):
-            content.append({"type": "thinking", "thinking": reply["reasoning_content"], "signature": ""})
-        if reply["content"]:
-            content.append({"type": "text", "text": reply["content"]})
-        for index, call in enumerate(reply.get("tool_calls", [])):
-            content.append(self._tool_use(index, call["function"]["name"], call["function"]["arguments"]))
+        content = [
+            self._tool_use(piece.name, piece.arguments)
+            if isinstance(piece, ToolCall)
+            else {"type": "thinking", "thinking": piece.text, "signature": ""}
+            if piece.kind == "reasoning"
+            else {"type": "text", "text": piece.text}
+            for piece in pieces_of(reply)
+        ]
         return msgspec.json.encode(
             {**self._message, "content": content, **_stop(ending), "usage": _usage(ending.usage)}
         )
@@ -67,9 +68,6 @@ class MessagesWriter:
         }
         return _event("message_start", message=message) + _event("ping")
 
-    def pieces(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._text(piece) for piece in pieces)
-
     def ping(self) -> bytes:
         return _event("ping")
 
@@ -83,7 +81,7 @@ class MessagesWriter:
     def failure(self, problem: RequestError) -> bytes:
         return event(anthropic_error(problem), "error")
 
-    def _text(self, piece: Any) -> bytes:
+    def _text(self, piece: TextPiece) -> bytes:
         if piece.kind == "reasoning":
             kind, empty, key = "thinking", {"thinking": "", "signature": ""}, "thinking"
         else:
@@ -94,13 +92,11 @@ class MessagesWriter:
         return opened + self._delta({"type": f"{kind}_delta", key: piece.text})
 
     def _call(self, call: ToolCall) -> bytes:
-        block = self._tool_use(self._num_calls, call.name, {})
-        self._num_calls += 1
-        started = self._start_block("tool_use", block)
+        started = self._start_block("tool_use", self._tool_use(call.name, {}))
         return started + self._delta({"type": "input_json_delta", "partial_json": call.arguments_json})
 
-    def _tool_use(self, index: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {"type": "tool_use", "id": call_id(self._rid, index), "name": name, "input": arguments}
+    def _tool_use(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "tool_use", "id": self._next_call_id(), "name": name, "input": arguments}
 
     def _start_block(self, kind: str, block: dict[str, Any]) -> bytes:
         closed = self._close()

@@ -6,17 +6,16 @@ response.created ─▶ in_progress ─▶ (output_item.added ─▶ … deltas 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from miles_tito.errors import RequestError
 from miles_tito.records import FinishReason, Message
-from miles_tito.tokens.families.parser import Piece, TextPiece, ToolCall
+from miles_tito.tokens.families.parser import TextPiece, ToolCall, pieces_of
 
 from . import fields
-from .base import PING, Ending, TokenUsage, call_id, event
+from .base import AnswerWriter, Ending, TokenUsage, event
 
 
 class ToolNames:
@@ -44,21 +43,21 @@ class ToolNames:
         return self._split.get(joined, (None, joined))
 
 
-class ResponsesWriter:
+class ResponsesWriter(AnswerWriter):
     """Writes `response` objects; implements `AnswerWriter`."""
 
     def __init__(self, names: ToolNames) -> None:
+        super().__init__()
         self._names = names
         self._items: list[dict[str, Any]] = []
         """Finished output items."""
         self._open: dict[str, Any] | None = None
         """The item that is being written, and its text so far."""
-        self._text = ""
+        self._so_far = ""
         self._sequence = -1
-        self._num_calls = 0
 
     def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        self._rid = rid
+        super().start(rid=rid, model=model, usage=usage)
         self._response: dict[str, Any] = {
             "id": f"resp_{rid}",
             "object": "response",
@@ -72,23 +71,13 @@ class ResponsesWriter:
         }
 
     def whole(self, reply: Message, ending: Ending) -> bytes:
-        for kind, text in (("reasoning", reply.get("reasoning_content", "")), ("content", reply["content"])):
-            if text:
-                self.pieces([TextPiece("reasoning" if kind == "reasoning" else "content", text)])
-        for call in reply.get("tool_calls", []):
-            self.pieces([ToolCall(call["function"]["name"], call["function"]["arguments"])])
+        self.pieces(pieces_of(reply))
         self._close()
         return msgspec.json.encode(self._final(ending))
 
     def opening(self) -> bytes:
         response: dict[str, Any] = {**self._response, "status": "in_progress", "output": [], "usage": None}
         return self._event("created", response=response) + self._event("in_progress", response=response)
-
-    def pieces(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._more(piece) for piece in pieces)
-
-    def ping(self) -> bytes:
-        return PING
 
     def closing(self, ending: Ending) -> bytes:
         last = self._close()
@@ -116,11 +105,11 @@ class ResponsesWriter:
             "usage": _usage(ending.usage),
         }
 
-    def _more(self, piece: TextPiece) -> bytes:
+    def _text(self, piece: TextPiece) -> bytes:
         opened = b""
         if self._open is None or self._open["type"] != _ITEM_TYPES[piece.kind]:
             opened = self._close() + self._open_text(piece.kind)
-        self._text += piece.text
+        self._so_far += piece.text
         return opened + self._part_event("delta", delta=piece.text, **_logprobs(piece.kind))
 
     def _open_text(self, kind: str) -> bytes:
@@ -134,7 +123,7 @@ class ResponsesWriter:
                 "role": "assistant",
             }
         )
-        self._open, self._text = {**item, "content": []}, ""
+        self._open, self._so_far = {**item, "content": []}, ""
         added = self._event("output_item.added", output_index=index, item=self._open)
         return added + self._item_event("content_part.added", part=_part(kind, ""))
 
@@ -143,8 +132,8 @@ class ResponsesWriter:
         if item is None:
             return b""
         kind = "reasoning" if item["type"] == "reasoning" else "content"
-        part = _part(kind, self._text)
-        done = self._part_event("done", text=self._text, **_logprobs(kind))
+        part = _part(kind, self._so_far)
+        done = self._part_event("done", text=self._so_far, **_logprobs(kind))
         done += self._item_event("content_part.done", part=part)
         finished = {**item, "content": [part], "status": "completed"}
         self._open = None
@@ -157,11 +146,10 @@ class ResponsesWriter:
         item = {
             "id": f"fc_{self._rid}_{index}",
             "type": "function_call",
-            "call_id": call_id(self._rid, self._num_calls),
+            "call_id": self._next_call_id(),
             "name": name,
             **({"namespace": namespace} if namespace else {}),
         }
-        self._num_calls += 1
         place = {"output_index": index, "item_id": item["id"]}
         arguments = call.arguments_json
         started = {**item, "arguments": "", "status": "in_progress"}

@@ -17,7 +17,7 @@ from miles_tito.records import Message
 
 from .base import Family, Schemas, ToolCall
 
-__all__ = ["Piece", "PieceParser", "TextPiece", "ToolCall", "TurnParser"]
+__all__ = ["Piece", "PieceParser", "TextPiece", "ToolCall", "TurnParser", "pieces_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,13 @@ class TextPiece:
 
 
 Piece = TextPiece | ToolCall
+
+
+def pieces_of(message: Message) -> list[Piece]:
+    """A whole assistant message as the pieces that add up to it."""
+    texts = [TextPiece("reasoning", message.get("reasoning_content", "")), TextPiece("content", message["content"])]
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    return [*(text for text in texts if text.text), *(ToolCall(f["name"], f["arguments"]) for f in functions)]
 
 
 class PieceParser(ABC):
