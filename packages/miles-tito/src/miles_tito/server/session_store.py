@@ -17,7 +17,7 @@ from typing import Any
 from miles_tito.engine.generation import Engine
 from miles_tito.errors import RequestError
 from miles_tito.records import Sampling
-from miles_tito.sessions.journal import Opened, Saved, StateDir
+from miles_tito.sessions.journal import Journal, Opened, Saved, StateDir
 from miles_tito.sessions.session import Session
 from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
@@ -47,6 +47,8 @@ class SessionService:
     store: SessionStore
     state: StateDir | None
     metrics: Metrics = field(default_factory=Metrics)
+    _joiners: dict[str, Joiner] = field(default_factory=dict[str, Joiner])
+    """Of families that sessions asked for."""
 
     def open(
         self,
@@ -83,13 +85,7 @@ class SessionService:
         session = self._session(opened)
         self.store.check_free(session_id)
         journal = self.state.create(opened) if self.state else None
-        live = LiveSession(
-            session,
-            key_digest=opened.key_digest,
-            deadline_at=opened.deadline_at,
-            idle_timeout_s=ttl_s,
-            journal=journal,
-        )
+        live = _live(session, opened, journal)
         self.store.add(live)
         return live, api_key
 
@@ -168,13 +164,7 @@ class SessionService:
                 session.id,
                 lost,
             )
-        return LiveSession(
-            session,
-            key_digest=opened.key_digest,
-            deadline_at=opened.deadline_at,
-            idle_timeout_s=opened.ttl_s,
-            journal=saved.journal,
-        )
+        return _live(session, opened, saved.journal)
 
     def _session(self, opened: Opened) -> Session:
         joiner = self.joiner
@@ -192,10 +182,15 @@ class SessionService:
             now=datetime.fromisoformat(opened.opened_at),
         )
 
-    @cached_property
-    def _joiners(self) -> dict[str, Joiner]:
-        """Of families that sessions asked for."""
-        return {}
+
+def _live(session: Session, opened: Opened, journal: Journal | None) -> LiveSession:
+    return LiveSession(
+        session,
+        key_digest=opened.key_digest,
+        deadline_at=opened.deadline_at,
+        idle_timeout_s=opened.ttl_s,
+        journal=journal,
+    )
 
 
 class SessionStore:
