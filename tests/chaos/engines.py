@@ -6,7 +6,7 @@ An engine samples the word of the weights that it holds. It pauses for pushes, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 from miles_rollout.engines import EngineDied, EngineProbe
@@ -129,19 +129,23 @@ class ScriptedServer:
 
 
 class ScriptedRouter:
-    """Answers like `miles_rollout.engines.router.Router`, and is the engine that session servers see."""
+    """Answers like `miles_rollout.engines.router.Router`; one that takes its place has no engines until it is told."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, port: int = 0) -> None:
         self._world = world
+        self._url = f"http://127.0.0.1:{port or ROUTER_PORT}"
         self._urls: tuple[str, ...] = ()
+        self._is_up = False
         self._routed = asyncio.Event()
+        self.kill: Callable[[], None] = lambda: None
+        """Ends its process."""
 
     # ---- for the fleet
 
     async def start(self) -> str:
-        url = f"http://127.0.0.1:{ROUTER_PORT}"
-        self._world.routers[url] = self
-        return url
+        self._is_up = True
+        self._world.routers[self._url] = self
+        return self._url
 
     async def ended(self) -> str:
         await asyncio.Event().wait()
@@ -159,14 +163,42 @@ class ScriptedRouter:
         return None
 
     def died(self) -> None:
-        self._routed.clear()
+        """Nobody answers at its address; requests on their way through it come to nothing."""
+        self._is_up = False
+        self._routed.set()
 
     # ---- for sessions
 
     async def generate(self, request: GenerateRequest) -> Generation:
+        fault = self._world.fault("request_lost", "reply_late", "router_dies")
+        kind = "" if fault is None else fault.kind
+        if kind == "router_dies":
+            self.kill()
+        if kind == "request_lost":
+            await asyncio.Event().wait()
+        await self._routed.wait()
+        if not self._is_up:
+            raise EngineError(f"{self._url} did not answer {request.rid}: connection refused", retryable=True)
+        server = self._urls[int(self._world.dice("route", request.session_id) * len(self._urls))]
+        generation = await self._world.engines[server].generate(request)
+        if kind == "reply_late":
+            await asyncio.sleep(LATE_S)
+        if not self._is_up:
+            raise EngineError(f"{self._url} did not answer {request.rid}: connection reset", retryable=True)
+        return generation
+
+
+class ScriptedPath:
+    """The way from a session server to the engines: whatever router is at the address now."""
+
+    def __init__(self, world: World, url: str) -> None:
+        self._world = world
+        self._url = url
+
+    async def generate(self, request: GenerateRequest) -> Generation:
         try:
             async with asyncio.timeout(SILENCE_S):
-                return await self._generate(request)
+                return await self._world.routers[self._url].generate(request)
         except TimeoutError as error:
             raise RequestSwallowed(f"no answer to {request.rid} for {SILENCE_S:g} s", retryable=True) from error
 
@@ -179,17 +211,6 @@ class ScriptedRouter:
 
     async def aclose(self) -> None:
         return None
-
-    async def _generate(self, request: GenerateRequest) -> Generation:
-        fault = self._world.fault("request_lost", "reply_late")
-        if fault is not None and fault.kind == "request_lost":
-            await asyncio.Event().wait()
-        await self._routed.wait()
-        server = self._urls[int(self._world.dice("route", request.session_id) * len(self._urls))]
-        generation = await self._world.engines[server].generate(request)
-        if fault is not None:
-            await asyncio.sleep(LATE_S)
-        return generation
 
 
 class ScriptedProbe(EngineProbe):

@@ -54,6 +54,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "engine_hangs": Kind("an engine hangs while it samples", 300, 2),
         "request_lost": Kind("an engine swallows a request", 80, 2),
         "reply_late": Kind("an answer of an engine comes very late", 80, 2),
+        "router_dies": Kind("the router dies", 80, 1),
         "session_error": Kind("the session server does not answer", 160, 1),
         "sessions_lost": Kind("the session server restarts without its sessions", 160, 1),
         "env_raises": Kind("an environment raises", 50, 1),

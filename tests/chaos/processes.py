@@ -43,7 +43,7 @@ class ScriptedRay(FakeRay):
             {
                 TrainerRank: self._rank,
                 EngineServer: self._engine,
-                Router: lambda **_: ScriptedRouter(world),
+                Router: lambda *, port=0, **_: ScriptedRouter(world, port=port),
                 SessionServer: lambda: ScriptedSessionServer(world),
             }
         )
@@ -55,7 +55,7 @@ class ScriptedRay(FakeRay):
 
     def spawn(self, plain: type, held: Any) -> FakeActor:
         actor = super().spawn(plain, held)
-        if isinstance(held, ScriptedSessionServer):
+        if isinstance(held, ScriptedSessionServer | ScriptedRouter):
             held.kill = actor.die
         return actor
 

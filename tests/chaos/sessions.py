@@ -16,6 +16,7 @@ from miles_tito.server.session_store import SessionStore
 from miles_tito.sessions.session import Session
 
 from . import language
+from .engines import ScriptedPath
 from .world import World
 
 FIRST_PORT = 7000
@@ -39,7 +40,7 @@ class ScriptedSessionServer:
         servers = self._world.session_servers
         url = f"http://127.0.0.1:{port or FIRST_PORT + len(servers)}"
         servers[url] = self
-        self._engine = MeteredEngine(self._world.routers[settings.engine_url])
+        self._engine = MeteredEngine(ScriptedPath(self._world, settings.engine_url))
         self._max_context = settings.max_context
         return url
 
