@@ -280,7 +280,7 @@ class Play:
                 self.trainer.train, advantages=partial(advantages_by_episode, advantage=self.config.advantage)
             ),
             push=self.trainer.push,
-            monitor=self.trainer,
+            monitor=self.trainer,  # pyright: ignore[reportArgumentType]  (made by hand, not by `build_monitor`)
             steps=self.load.steps,
             on_step=loop.nothing_more,
         )

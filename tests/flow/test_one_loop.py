@@ -145,7 +145,7 @@ class Flow:
                     self.trainer.train, advantages=partial(advantages_by_episode, advantage=self.config.advantage)
                 ),
                 push=self.trainer.push,
-                monitor=self.trainer,
+                monitor=self.trainer,  # pyright: ignore[reportArgumentType]  (made by hand, not by `build_monitor`)
                 steps=self.steps,
                 on_step=self.on_step,
             )
