@@ -142,4 +142,4 @@ async def test_what_does_not_stop_in_time_is_killed(
     monkeypatch.setattr(remote, "STOP_S", 0.01)
     await stop_all([spawned(Stubborn), spawned()])
     assert [actor.is_dead for actor in ray.actors] == [True, True]
-    assert "2 servers did not stop within" in caplog.text
+    assert "2 processes (server) did not stop within" in caplog.text

@@ -206,17 +206,15 @@ async def call_each(
 
 async def stop_all(remotes: Sequence[Remote]) -> None:
     """Ask every object to stop, wait a bounded time, then kill its process."""
-    if not remotes:
-        return
-    kind = remotes[0].kind
     asked = asyncio.gather(*(remote.call("stop") for remote in remotes), return_exceptions=True)
     try:
         async with asyncio.timeout(STOP_S):
-            for result in await asked:
+            for remote, result in zip(remotes, await asked, strict=True):
                 if isinstance(result, Exception) and not isinstance(result, ProcessDied):
-                    logger.warning("a %s did not stop cleanly: %s", kind, result)
+                    logger.warning("%s %s did not stop cleanly: %s", remote.kind, remote.name, result)
     except TimeoutError:
-        logger.warning("%d %ss did not stop within %.0f s and are killed", len(remotes), kind, STOP_S)
+        kinds = ", ".join(sorted({remote.kind for remote in remotes}))
+        logger.warning("%d processes (%s) did not stop within %.0f s and are killed", len(remotes), kinds, STOP_S)
     for remote in remotes:
         remote.kill()
 
