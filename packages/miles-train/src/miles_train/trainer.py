@@ -79,7 +79,11 @@ class Trainer(Protocol):
         ...
 
     def train(self, batch: Batch | Sequence[Batch]) -> StepResult:
-        """One optimizer step for each batch given, one new version of the weights for all of them."""
+        """One optimizer step for each batch given, one new version of the weights for all of them.
+
+        Raises:
+            NumericsError: a log-prob, loss or gradient is not finite; the weights of the failed step are unchanged.
+        """
         ...
 
     def score(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
@@ -95,13 +99,25 @@ class Trainer(Protocol):
         ...
 
     def begin_save(self, path: str | Path) -> None:
-        """Copy what a checkpoint needs and return; it is written while training goes on."""
+        """Copy weights, moments and random states to host memory and return; they are written while training goes on.
+
+        Raises:
+            CheckpointError: `finish_save` has not been called since the last one was begun.
+        """
 
     def finish_save(self) -> None:
-        """Wait until it is durable on every rank, or raise CheckpointError; safe beside `train`."""
+        """Wait until the checkpoint that was begun is durable on every rank; safe in a thread beside `train`.
+
+        Raises:
+            CheckpointError: some rank could not write it; nothing of it is left at its path.
+        """
 
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint."""
+        """Continue from a checkpoint, also one of another number of ranks.
+
+        Raises:
+            CheckpointError: it is absent, incomplete or of another model; nothing has been changed.
+        """
 
     def export_hf(self, path: str | Path) -> None:
         """Write a folder that Transformers and SGLang load: config, safetensors, tokenizer."""

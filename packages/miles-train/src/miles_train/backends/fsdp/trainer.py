@@ -126,11 +126,6 @@ class FSDPTrainer(Trainer):
         return layout
 
     def train(self, batch: Batch | Sequence[Batch]) -> StepResult:
-        """One optimizer step for each batch given, one new version of the weights for all of them.
-
-        Raises:
-            NumericsError: a log-prob, loss or gradient is not finite; the weights of the failed step are unchanged.
-        """
         state = self._awake()
         start = time.perf_counter()
         batches = [batch] if isinstance(batch, Batch) else list(batch)
@@ -162,7 +157,6 @@ class FSDPTrainer(Trainer):
         return StepResult(version=self.version, metrics=metrics)
 
     def score(self, micro_batches: Sequence[MicroBatch], *, model: ModelName = "policy") -> list[np.ndarray]:
-        """Log-probs of the loss tokens without a step; every rank must give the same number of micro-batches."""
         state = self._awake("weights")
         state.ranks.check_equal("Numbers of micro-batches", [len(micro_batches)])
         return _scored(state, micro_batches, model)
@@ -179,13 +173,6 @@ class FSDPTrainer(Trainer):
         )
 
     def begin_save(self, path: str | Path) -> None:
-        """Copy weights, moments and random states to host memory; they are written while training goes on.
-
-        The checkpoint appears at `path` only when it is complete, and `finish_save` says when that is.
-
-        Raises:
-            CheckpointError: `finish_save` has not been called since the last one was begun.
-        """
         state = self._awake()
         state.model.reshard()
         if state.writer is None:
@@ -199,11 +186,6 @@ class FSDPTrainer(Trainer):
         )
 
     def finish_save(self) -> None:
-        """Wait until the checkpoint that was begun is durable on every rank; may be called from a thread of its own.
-
-        Raises:
-            CheckpointError: some rank could not write it, for instance because its disk is full.
-        """
         writer = self._ready().writer
         if writer is not None:
             writer.finish()
@@ -214,11 +196,6 @@ class FSDPTrainer(Trainer):
         self.finish_save()
 
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint, also one of another number of ranks.
-
-        Raises:
-            CheckpointError: it is absent, incomplete or of another model; nothing has been changed.
-        """
         state = self._awake()
         state.model.reshard()
         blocks = state_blocks(state.model.lm, state.optimizer, state.ranks)
