@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from miles_core.monitor.names import METRICS, describe
@@ -79,11 +80,9 @@ class Chart:
 
     def to_data(self) -> dict[str, Any]:
         """For the script; without axes where there is nothing to draw."""
-        data = _given(self) | {"series": [_given(series) for series in self.series]}
-        axes = {} if self.is_empty() else {"x_axis": x_axis(self), "y_axis": y_axis(self)}
-        return {
-            name: value for name, value in data.items() if name not in ("metrics", "floor", "ceiling", "x_range")
-        } | axes
+        data = _given(self, but=("metrics", "floor", "ceiling", "x_range"))
+        data["series"] = [_given(series) for series in self.series]
+        return data if self.is_empty() else data | {"x_axis": x_axis(self), "y_axis": y_axis(self)}
 
 
 def main_charts(rows: Rows, *, warm_up: Rows = ()) -> list[Chart]:
@@ -127,9 +126,8 @@ def other_charts(rows: Rows, *, drawn: Iterable[Chart]) -> list[Chart]:
     """One small chart for every metric that the main charts leave out, in the catalogue's order."""
     used = ["step", "time", *(pattern for chart in drawn for pattern in chart.metrics)]
     names = [n for n in {n for row in rows for n in row} if not any(fnmatchcase(n, pattern) for pattern in used)]
-    parts = [*dict.fromkeys(name.split("/")[0] for name in METRICS)]
-    parts += sorted({part for name in names if (part := name.split("/")[0]) not in parts})
-    names.sort(key=lambda name: (parts.index(name.split("/")[0]), name))
+    order = {name.split("/")[0]: i for i, name in enumerate(METRICS)}
+    names.sort(key=lambda name: (order.get(name.split("/")[0], len(METRICS)), name))
     return [lines(rows, name, describe(name) or "", {name: name}, size="small") for name in names]
 
 
@@ -162,14 +160,7 @@ def thin(rows: Rows, limit: int = MOST_POINTS) -> list[dict[str, float]]:
 
 def by_lag(rows: Rows) -> list[dict[str, float]]:
     """`logprob_gap/version_7` of step 9 as `logprob_gap/lag_1`: step 9 trains, and therefore scores with, version 8."""
-    renamed: list[dict[str, float]] = []
-    for row in rows:
-        versions = {n: n.removeprefix(_VERSION) for n in row if n.startswith(_VERSION)}
-        lags = {n: f"{_LAG}{round(row['step']) - 1 - int(v)}" for n, v in versions.items() if v.isdigit()}
-        renamed.append(
-            {name: value for name, value in row.items() if name not in lags} | {lags[n]: row[n] for n in lags}
-        )
-    return renamed
+    return [{_by_lag(name, row["step"]): value for name, value in row.items()} for row in rows]
 
 
 def y_axis(chart: Chart) -> Axis:
@@ -193,6 +184,11 @@ def x_axis(chart: Chart) -> Axis:
     room = 0.5 if chart.layout == "bars" or start == end else 0.0
     step = max(1.0, round(_round_step(max(end - start, 1) / (2 if chart.size == "small" else 6))))
     return Axis(start - room, end + room, _multiples(step, start, end))
+
+
+def _by_lag(name: str, step: float) -> str:
+    version = name.removeprefix(_VERSION)
+    return f"{_LAG}{round(step) - 1 - int(version)}" if version != name and version.isdigit() else name
 
 
 def _reward(rows: Rows) -> Chart:
@@ -226,33 +222,29 @@ def _gap(rows: Rows) -> Chart:
 
 def _with_rest(rows: Rows) -> Rows:
     """With `other`: what of a step's time none of its parts took."""
-    known = [math.fsum(v for name in _TIMES.values() if math.isfinite(v := row.get(name, 0.0))) for row in rows]
-    if not any(known):
+
+    def known(row: Mapping[str, float]) -> float:
+        return math.fsum(v for name in _TIMES.values() if math.isfinite(v := row.get(name, 0.0)))
+
+    if not any(map(known, rows)):
         return rows
-    return [
-        {**row, "other": max(row["time/step"] - parts, 0.0)} if "time/step" in row else row
-        for row, parts in zip(rows, known, strict=True)
-    ]
+    return [{**row, "other": max(row["time/step"] - known(row), 0.0)} if "time/step" in row else row for row in rows]
 
 
 def _merge(rows: Rows) -> dict[str, float]:
     merged = {"step": rows[-1]["step"]}
     for name in set[str]().union(*rows) - {"step"}:
-        values = [value for row in rows if (value := row.get(name, math.nan)) == value]  # nan does not equal itself
-        if not values:
-            merged[name] = math.nan
-        elif name.startswith("fate/"):
-            merged[name] = values[-1]
-        elif name.endswith(("max", "min")):
-            merged[name] = max(values) if name.endswith("max") else min(values)
-        else:
-            merged[name] = math.fsum(values) / len(values)
+        values = [value for row in rows if not math.isnan(value := row.get(name, math.nan))]
+        kind = "last" if name.startswith("fate/") else name[-3:]
+        merge = {"last": lambda values: values[-1], "max": max, "min": min}.get(kind, fmean)
+        merged[name] = merge(values) if values else math.nan
     return merged
 
 
-def _given(record: Any) -> dict[str, Any]:
+def _given(record: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that are not at their defaults."""
-    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+    given = {f.name: getattr(record, f.name) for f in fields(record) if getattr(record, f.name) != f.default}
+    return {name: value for name, value in given.items() if name not in but}
 
 
 def _extremes(chart: Chart) -> Iterable[float]:

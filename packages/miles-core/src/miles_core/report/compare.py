@@ -27,6 +27,7 @@ UNITS = ((600.0, 1.0, "seconds"), (36_000.0, 60.0, "minutes"), (math.inf, 3600.0
 """Up to how many seconds, what one is, and its name."""
 GAP = "logprob_gap/same_version_max"
 _GROUPS = {"issued": "issued", **{fate: fate for fate in TERMINAL_FATES}, "open": "in_flight"}
+_Show = Callable[[float], str]
 Better = Literal["up", "down", ""]
 
 _CHARTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
@@ -69,7 +70,7 @@ class Line:
     name: str
     values: Sequence[Value]
     """[R], the first run first."""
-    show: Callable[[float], str]
+    show: _Show
     better: Better = ""
     """Which direction is an improvement; empty where neither is."""
 
@@ -103,37 +104,15 @@ class Line:
 
 def lines(runs: Sequence[RunData]) -> list[Line]:
     """The final numbers; those that no run knows are left out."""
-
-    def line(
-        name: str, value: Callable[[RunData], float | Value | None], show: Callable[[float], str], better: Better = ""
-    ):
-        known = [value(run) for run in runs]
+    scored = datasets(runs)
+    found: list[Line] = []
+    for same in zip(*(_numbers(run, scored) for run in runs), strict=True):
+        name, _, show, better = same[0]
+        known = [number for _, number, *_ in same]
         values = [one if isinstance(one, Value) else Value(math.nan if one is None else one) for one in known]
-        return Line(name=name, values=values, show=show, better=better)
-
-    found = [
-        line("held-out score", _score("eval/score"), _fixed, "up"),
-        *(line(f"held-out score: {name}", _score(f"eval/{name}/score"), _fixed, "up") for name in datasets(runs)),
-        line(f"reward, last {LAST} steps", _mean("reward/mean", last=LAST), _fixed, "up"),
-        line(f"nats a token to imitate, last {LAST} steps", _mean("loss/nll", last=LAST), _fixed, "down"),
-        line("steps", lambda run: run.rows[-1]["step"] if run.rows else None, _whole),
-        line("wall time", _wall, format_seconds),
-        line("seconds a step", _mean("time/step"), format_number, "down"),
-        line("tokens a second", _mean("engine/tokens_per_s"), format_number, "up"),
-        line("engines busy", _mean("engine/utilisation"), percent, "up"),
-        line("trainer busy", _mean("trainer/utilisation"), percent, "up"),
-        line(
-            "same-version log-prob gap, maximum",
-            lambda run: max(run.logged(GAP), default=math.nan),
-            format_number,
-            "down",
-        ),
-        line("effective training time", lambda run: run.time.ratio, percent, "up"),
-        line("wasted tokens", lambda run: run.ledger.fates.wasted_share, percent, "down"),
-        line("starts and rewinds", lambda run: len(run.ledger.history.starts) or None, _whole),
-        *(line(f"groups {name}", _fate(fate), _whole) for name, fate in _GROUPS.items()),
-    ]
-    return [line for line in found if any(math.isfinite(value.number) for value in line.values)]
+        if any(math.isfinite(value.number) for value in values):
+            found.append(Line(name=name, values=values, show=show, better=better))
+    return found
 
 
 def datasets(runs: Sequence[RunData]) -> list[str]:
@@ -183,10 +162,7 @@ def charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart],
     _, unit, name = next(known for known in UNITS if longest < known[0])
     timed = [[{**row, "elapsed": row["elapsed"] / unit} for row in some if "elapsed" in row] for some in rows]
     scored = datasets(runs)
-    return (
-        _charts(rows, labels, scored, x="step", x_name="step"),
-        _charts(timed, labels, scored, x="elapsed", x_name=name),
-    )
+    return _charts(rows, labels, scored, "step", "step"), _charts(timed, labels, scored, "elapsed", name)
 
 
 def _thinned(run: RunData) -> Rows:
@@ -200,64 +176,68 @@ def _thinned(run: RunData) -> Rows:
     return thin(rows, MOST_POINTS)
 
 
-def _charts(runs: Sequence[Rows], labels: Sequence[str], scored: Sequence[str], *, x: str, x_name: str) -> list[Chart]:
+def _charts(runs: Sequence[Rows], labels: Sequence[str], scored: Sequence[str], x: str, x_name: str) -> list[Chart]:
+    """One line of each run over the metric `x`."""
     places = [row[x] for rows in runs for row in rows]
     x_range = (min(places), max(places)) if places else None
-
-    def chart(title: str, note: str, metric: str, options: Mapping[str, Any], *, is_score: bool = False) -> Chart:
+    scores = [("Held-out score", "eval/score", {"size": "wide"})]
+    scores += [(f"Held-out score: {name}", f"eval/{name}/score", {}) for name in scored]
+    found: list[Chart] = []
+    for title, note, metric, options in [*((t, "With 95 % intervals.", m, o) for t, m, o in scores), *_CHARTS]:
         series: list[Series] = []
-        for i, (rows, label) in enumerate(zip(runs, labels, strict=True)):
+        for colour, (rows, label) in enumerate(zip(runs, labels, strict=True), start=1):
             known = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
-            columns = {"x": column(known, x), "values": column(known, metric)}
-            if is_score:
-                columns |= {end: column(known, f"{metric}_{end}") for end in ("low", "high")}
-            series.append(Series(name=label, colour=i + 1, kind="points" if is_score else "line", **columns))
-        return Chart(title=title, note=note, series=series, x_name=x_name, x_range=x_range, **options)
-
-    scores = {"Held-out score": "eval/score"} | {f"Held-out score: {name}": f"eval/{name}/score" for name in scored}
-    return drawable(
-        [
-            *(
-                chart(title, "With 95 % intervals.", metric, {} if i else {"size": "wide"}, is_score=True)
-                for i, (title, metric) in enumerate(scores.items())
-            ),
-            *(chart(*spec) for spec in _CHARTS),
-        ]
-    )
+            shape: dict[str, Any] = {}
+            if metric.endswith("/score"):
+                low, high = column(known, f"{metric}_low"), column(known, f"{metric}_high")
+                shape = {"kind": "points", "low": low, "high": high}
+            values = column(known, metric)
+            series.append(Series(name=label, x=column(known, x), values=values, colour=colour, **shape))
+        found.append(Chart(title=title, note=note, series=series, x_name=x_name, x_range=x_range, **options))
+    return drawable(found)
 
 
-def _score(name: str) -> Callable[[RunData], Value]:
+def _numbers(run: RunData, scored: Sequence[str]) -> list[tuple[str, Value | float | None, _Show, Better]]:
+    """Name, number, how it is shown, and which direction is better; the same names for every run."""
+    logged, ledger = run.logged, run.ledger
+    counts = ledger.counts if ledger.counts and ledger.counts.issued else None
+    return [
+        ("held-out score", _score(run, "eval/score"), _fixed, "up"),
+        *((f"held-out score: {name}", _score(run, f"eval/{name}/score"), _fixed, "up") for name in scored),
+        (f"reward, last {LAST} steps", _mean(logged("reward/mean")[-LAST:]), _fixed, "up"),
+        (f"nats a token to imitate, last {LAST} steps", _mean(logged("loss/nll")[-LAST:]), _fixed, "down"),
+        ("steps", run.rows[-1]["step"] if run.rows else None, _whole, ""),
+        ("wall time", run.time.wall or _logged_wall(run), format_seconds, ""),
+        ("seconds a step", _mean(logged("time/step")), format_number, "down"),
+        ("tokens a second", _mean(logged("engine/tokens_per_s")), format_number, "up"),
+        ("engines busy", _mean(logged("engine/utilisation")), percent, "up"),
+        ("trainer busy", _mean(logged("trainer/utilisation")), percent, "up"),
+        ("same-version log-prob gap, maximum", max(logged(GAP), default=None), format_number, "down"),
+        ("effective training time", run.time.ratio, percent, "up"),
+        ("wasted tokens", ledger.fates.wasted_share, percent, "down"),
+        ("starts and rewinds", len(ledger.history.starts) or None, _whole, ""),
+        *(
+            (f"groups {name}", getattr(counts, fate) if counts else _last(logged(f"fate/{fate}")), _whole, "")
+            for name, fate in _GROUPS.items()
+        ),
+    ]
+
+
+def _score(run: RunData, name: str) -> Value:
     """The last held-out score, with its 95 % interval where it has one."""
-
-    def value(run: RunData) -> Value:
-        last = next((row for row in reversed(run.rows) if math.isfinite(row.get(name, math.nan))), {})
-        return Value(*(last.get(one, math.nan) for one in (name, f"{name}_low", f"{name}_high")))
-
-    return value
+    last = next((row for row in reversed(run.rows) if math.isfinite(row.get(name, math.nan))), {})
+    return Value(*(last.get(one, math.nan) for one in (name, f"{name}_low", f"{name}_high")))
 
 
-def _mean(name: str, *, last: int = 0) -> Callable[[RunData], float | None]:
-    def value(run: RunData) -> float | None:
-        values = run.logged(name)[-last:]
-        return math.fsum(values) / len(values) if values else None
-
-    return value
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
-def _fate(name: str) -> Callable[[RunData], float | None]:
-    """Of the ledger, or the last one logged."""
-
-    def value(run: RunData) -> float | None:
-        if run.ledger.fates.issued:
-            return run.ledger.fates.counts()[name]
-        return next(reversed(run.logged(f"fate/{name}")), None)
-
-    return value
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None
 
 
-def _wall(run: RunData) -> float | None:
-    if run.time.wall > 0:
-        return run.time.wall
+def _logged_wall(run: RunData) -> float | None:
     times = run.logged("time")
     return times[-1] - times[0] + run.rows[0].get("time/step", 0.0) if times else None
 

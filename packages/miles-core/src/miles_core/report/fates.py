@@ -45,7 +45,7 @@ class FateTotals:
         return self.fate.is_final and self.fate is not Fate.TRAINED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunFates:
     """What became of everything issued, and of the tokens that were sampled for it."""
 
@@ -87,14 +87,6 @@ class RunFates:
     def of(self, fate: Fate) -> list[FateTotals]:
         return [total for total in self.totals if total.fate is fate]
 
-    def counts(self) -> dict[str, int]:
-        """Groups by final fate, `issued` ones, and those that are open as `in_flight`."""
-        known = dict.fromkeys([str(fate) for fate in Fate if fate.is_final], 0)
-        known |= {"issued": self.issued, "in_flight": 0}
-        for total in self.totals:
-            known[str(total.fate) if total.fate.is_final else "in_flight"] += total.groups
-        return known
-
     def by_fate(self) -> dict[Fate, list[FateTotals]]:
         return {fate: totals for fate in ORDER if (totals := self.of(fate))}
 
@@ -110,7 +102,7 @@ class RunFates:
         return sorted((cause for cause in causes if cause[1]), key=lambda cause: -cause[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Discard:
     """Discarded groups of one fate and reason, and some of them to read."""
 
@@ -121,42 +113,35 @@ class Discard:
 
 
 def read_fates(db: sqlite3.Connection) -> RunFates:
-    totals = [
-        FateTotals(Fate(fate), *rest)
-        for fate, *rest in db.execute(
-            "SELECT fate, reason, count(DISTINCT number), count(episode), count(reward), avg(reward), "
-            "coalesce(sum(loss_tokens), 0), coalesce(sum(loss_tokens * is_masked), 0), coalesce(sum(loss_tokens * "
-            "(number IN (SELECT number FROM step_groups WHERE NOT is_live))), 0) "
-            "FROM groups LEFT JOIN episodes USING (number) GROUP BY fate, reason"
-        )
-    ]
-    attempts, seconds = db.execute("SELECT count(*), coalesce(sum(seconds), 0) FROM attempts").fetchone()
-    totals.sort(key=lambda total: (ORDER.index(total.fate), -total.groups, total.reason))
-    return RunFates(totals=totals, failed_attempts=attempts, failed_seconds=seconds)
+    totals = db.execute(
+        "SELECT fate, reason, count(DISTINCT number), count(episode), count(reward), avg(reward), "
+        "coalesce(sum(loss_tokens), 0), coalesce(sum(loss_tokens * is_masked), 0), coalesce(sum(loss_tokens * "
+        "(number IN (SELECT number FROM step_groups WHERE NOT is_live))), 0) "
+        "FROM groups LEFT JOIN episodes USING (number) GROUP BY fate, reason ORDER BY 3 DESC, reason"
+    )
+    found = sorted((FateTotals(Fate(fate), *rest) for fate, *rest in totals), key=lambda one: ORDER.index(one.fate))
+    return RunFates(found, *db.execute("SELECT count(*), coalesce(sum(seconds), 0) FROM attempts").fetchone())
 
 
 def read_discards(db: sqlite3.Connection, fates: RunFates, trajectories: Path) -> list[Discard]:
     """The most frequent kinds of discarded groups, with examples from the spool."""
-    gone = sorted((total for total in fates.totals if total.is_discarded), key=lambda total: -total.groups)[
-        :MOST_DISCARDS
-    ]
-    limit = min(EXAMPLES, max(MOST_EXAMPLES // max(len(gone), 1), 1))
-    return [_discard(db, totals, trajectories, limit=limit) for totals in gone]
+    gone = sorted((total for total in fates.totals if total.is_discarded), key=lambda total: -total.groups)
+    limit = max(min(EXAMPLES, MOST_EXAMPLES // max(len(gone[:MOST_DISCARDS]), 1)), 1)
+    return [_discard(db, totals, trajectories, limit=limit) for totals in gone[:MOST_DISCARDS]]
 
 
 def _discard(db: sqlite3.Connection, totals: FateTotals, trajectories: Path, *, limit: int) -> Discard:
     fate = f"{totals.fate} ({totals.reason})" if totals.reason not in ("", totals.fate) else str(totals.fate)
     examples: list[ShownEpisode] = []
-    rows = db.execute(
+    for name, file, offset in db.execute(
         "SELECT group_id, file, offset FROM groups JOIN segments USING (segment) WHERE fate = ? AND reason = ? "
         "ORDER BY number DESC LIMIT ?",
         (totals.fate, totals.reason, limit),
-    )
-    for name, file, offset in rows:
+    ):
         try:
             group = read_group(trajectories, SpoolAddress(file=file, offset=offset))
         except (SpoolError, OSError) as error:
-            return Discard(totals=totals, examples=examples, missing=str(error))
+            return Discard(totals, examples, missing=str(error))
         shown = pick_episodes([(group, fate)])[:EXAMPLES]
         examples += [replace(one, label=f"group {name}, {one.label}") for one in shown]
-    return Discard(totals=totals, examples=examples)
+    return Discard(totals, examples)

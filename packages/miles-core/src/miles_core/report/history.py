@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miles_core.durable.ledger import queries
-
 from .page import plural
 
 MOST_WORKERS = 16
@@ -87,13 +85,13 @@ class RunHistory:
 def read_history(db: sqlite3.Connection) -> RunHistory:
     ends = _ends(db)
     starts = "SELECT start, at, from_step, is_in_place, returned FROM starts ORDER BY start"
-    steps = (
+    steps = db.execute(
         "SELECT facts, version, start, at, dropped_start IS NULL, committed_at, checkpoint IS NOT NULL FROM steps "
         "ORDER BY step"
     )
     return RunHistory(
         starts=[Start(*row, end=ends[row[0]]) for row in db.execute(starts)],
-        steps=[Step(*row, seconds=_seconds(json.loads(facts))) for facts, *row in db.execute(steps)],
+        steps=[Step(*row, seconds=max(json.loads(facts).get("seconds", 0.0), 0.0)) for facts, *row in steps],
         evaluations=[(at - max(s, 0.0), at) for at, s in db.execute("SELECT at, seconds FROM evaluations ORDER BY at")],
         pauses=_pauses(db, ends),
         trainer_deaths=[at for (at,) in db.execute("SELECT at FROM happenings WHERE kind = 'trainer' ORDER BY at")],
@@ -103,20 +101,16 @@ def read_history(db: sqlite3.Connection) -> RunHistory:
 def read_group_spans(db: sqlite3.Connection, history: RunHistory) -> dict[str, Floats]:
     """Worker -> [N, 2] from issue to end of each group that it finished."""
     ends = {start.number: start.end for start in history.starts}
-    # What a start issues again waits for its engines; when it really ran, its episodes know.
-    again: dict[int, float | None] = dict(
-        db.execute(
-            "SELECT number, min(finished_at - seconds) FROM episodes "
-            "WHERE number IN (SELECT number FROM changes WHERE what = 'reissued') GROUP BY number"
-        )
-    )
     spans: dict[str, list[Span]] = {}
-    for number, file, issued_at, finished_at, start in db.execute(
-        "SELECT number, file, issued_at, finished_at, issued_start FROM groups JOIN segments USING (segment) "
-        "WHERE finished_at IS NOT NULL"
+    # What a start issues again waits for its engines; when it really ran, its episodes know.
+    for file, began, finished_at, start in db.execute(
+        "SELECT file, coalesce(again.at, issued_at), finished_at, issued_start FROM groups "
+        "JOIN segments USING (segment) LEFT JOIN (SELECT number, min(finished_at - seconds) AS at FROM episodes "
+        "WHERE number IN (SELECT number FROM changes WHERE what = 'reissued') GROUP BY number) AS again "
+        "USING (number) WHERE finished_at IS NOT NULL"
     ):
         # A group that a later start found on the disk had ended before its own start did.
-        span = (again.get(number) or issued_at, min(finished_at, ends.get(start, finished_at)))
+        span = (began, min(finished_at, ends.get(start, finished_at)))
         spans.setdefault(file.rsplit(".", 2)[0], []).append(span)  # worker-0.003.spool
     names = sorted(spans, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
     if len(names) > MOST_WORKERS:
@@ -132,23 +126,17 @@ def read_evaluations(db: sqlite3.Connection) -> list[dict[str, Any]]:
     `dataset` (`*` where all were skipped), `step`, `lag` in steps, `score` or None and the `reason`, its 95 %
     `interval` or None, `seconds`, and `is_live`: whether the run still stands on these weights.
     """
-    rewinds = queries.rewinds(db)
-    return [
-        {
-            "dataset": dataset,
-            "step": step,
-            "lag": max(logged - step, 0),
-            "score": score,
-            "interval": _interval(dataset, json.loads(metrics)),
-            "reason": reason,
-            "seconds": seconds,
-            "is_live": all(later <= start or to >= step for later, to in rewinds),
-        }
-        for dataset, step, logged, score, reason, seconds, metrics, start in db.execute(
-            "SELECT dataset, version, logged_version, score, reason, seconds, metrics, start FROM evaluations "
-            f"ORDER BY evaluation DESC LIMIT {MOST_EVALUATIONS}"
-        )
-    ][::-1]
+    rows = db.execute(
+        "SELECT dataset, version, max(logged_version - version, 0), score, reason, seconds, NOT EXISTS (SELECT 1 FROM "
+        "starts WHERE starts.start > evaluations.start AND from_step < version), metrics FROM evaluations "
+        f"ORDER BY evaluation DESC LIMIT {MOST_EVALUATIONS}"
+    )
+    names = ("dataset", "step", "lag", "score", "reason", "seconds", "is_live")
+    newest = [
+        dict(zip(names, known, strict=True), interval=_interval(known[0], json.loads(metrics)))
+        for *known, metrics in rows
+    ]
+    return newest[::-1]
 
 
 def read_events(db: sqlite3.Connection, history: RunHistory) -> dict[str, Any]:
@@ -190,23 +178,14 @@ def _pauses(db: sqlite3.Connection, ends: Mapping[int, float]) -> list[Span]:
     for start, of_start in itertools.groupby(events, key=lambda event: event[0]):
         begin: float | None = None
         for _, text, at in [*of_start, (start, "over", ends[start])]:
-            if text != "over":
-                begin = at if begin is None else begin
-            elif begin is not None:
+            if text == "over" and begin is not None:
                 pauses.append((begin, max(begin, at)))
-                begin = None
+            begin = None if text == "over" else at if begin is None else begin
     return pauses
 
 
-def _seconds(facts: object) -> float:
-    value = facts.get("seconds") if isinstance(facts, dict) else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
-
-
-def _interval(dataset: str, metrics: object) -> tuple[float, float] | None:
+def _interval(dataset: str, metrics: Mapping[str, Any]) -> tuple[float, float] | None:
     name = "eval" if dataset in ("eval", "external") else f"eval/{dataset}"
-    if not isinstance(metrics, dict):
-        return None
     low, high = metrics.get(f"{name}/score_low"), metrics.get(f"{name}/score_high")
     return (low, high) if isinstance(low, int | float) and isinstance(high, int | float) else None
 

@@ -30,22 +30,9 @@ def render(kind: str, *, title: str, data: Mapping[str, Any], **values: Any) -> 
         data: what the script draws, embedded as JSON; `values` are what the template shows.
     """
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    return _template().render(
-        kind=kind,
-        title=title,
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=style,
-        script=script,
-        data=embedded(data),
-        **values,
-    )
-
-
-def save(path: Path, html: str) -> Path:
-    """Write the page whole: a reader sees the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(html, encoding="utf-8")
-    return partial.replace(path)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    known = {"kind": kind, "title": title, "digest": digest, "style": style, "script": script, "data": embedded(data)}
+    return _template().render(**known, **values)
 
 
 def embedded(data: Any) -> str:
@@ -98,24 +85,16 @@ def clock(seconds: float) -> str:
 
 @cache
 def _template() -> Any:
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(_FOLDER), finalize=_shown, **options)
     environment.filters |= {
-        "clock": clock,
-        "count": count,
-        "percent": percent,
-        "plural": plural,
+        **{function.__name__: function for function in (clock, count, percent, plural)},
         "seconds": format_seconds,
+        "number": format_number,
+        "share": "{:.0%}".format,
+        "indented": lambda content: json.dumps(content, indent=2),
+        "utc": lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at)),
     }
-    environment.filters |= {"number": format_number, "share": "{:.0%}".format}
-    environment.filters["indented"] = lambda content: json.dumps(content, indent=2)
-    environment.filters["utc"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
     return environment.get_template("page.html.j2")
 
 

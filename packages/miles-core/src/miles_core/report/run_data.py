@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from miles_rollout.fates import FateCounts
 from miles_tito.errors import MilesError
 from miles_tito.records import Group
 from tokenizers import Tokenizer
 
-from miles_core.durable.ledger import LEDGER, reading, trained_over_the_run
+from miles_core.durable.ledger import LEDGER, queries, reading, trained_over_the_run
 from miles_core.durable.spool import read_group, read_groups
 from miles_core.monitor.jsonl import DISCARDED_FILE, read_metrics, read_summary
 from miles_core.monitor.summary import RunSummary
@@ -39,6 +41,7 @@ class LedgerData:
     events: Mapping[str, Any] = field(default_factory=dict)
     group_spans: Mapping[str, Floats] = field(default_factory=dict)
     """Worker -> when its groups ran."""
+    counts: FateCounts | None = None
     trained: Sequence[tuple[Group, str]] = ()
     """A few groups spread over the run, with their fates."""
 
@@ -111,6 +114,7 @@ def read_ledger(run: Path, notes: list[str]) -> LedgerData:
         return LedgerData(
             history=history,
             fates=fates,
+            counts=queries.counts(db),
             discards=read_discards(db, fates, trajectories),
             evaluations=read_evaluations(db),
             events=read_events(db, history),
@@ -153,15 +157,13 @@ def _held_out(evaluations: Path) -> list[tuple[Group, str]]:
     steps = {int(folder.name.removeprefix("step-")): folder for folder in evaluations.glob("step-*")}
     if not steps:
         return []
-    groups = _sparse(_groups_in(steps[max(steps)]))
-    scored = sorted((g for g in groups if any(e.reward is not None for e in g.episodes)), key=_mean_reward)
-    fate = f"held out, weights of step {max(steps)}"
-    return [(group, fate) for group in ([scored[0], scored[-1]] if len(scored) > 1 else scored)]
-
-
-def _mean_reward(group: Group) -> float:
-    rewards = [episode.reward for episode in group.episodes if episode.reward is not None]
-    return sum(rewards) / len(rewards)
+    scored = [
+        (fmean(rewards), group)
+        for group in _sparse(_groups_in(steps[max(steps)]))
+        if (rewards := [e.reward for e in group.episodes if e.reward is not None])
+    ]
+    scored.sort(key=lambda one: one[0])
+    return [(group, f"held out, weights of step {max(steps)}") for _, group in scored[:1] + scored[1:][-1:]]
 
 
 def _groups_in(folder: Path) -> Iterator[Group]:

@@ -65,18 +65,14 @@ def split_time(history: RunHistory, rows: Sequence[Mapping[str, float]]) -> Time
     seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     evaluated, paused = covered(history.evaluations, windows), covered(history.pauses, windows)
     for (begin, end, kind, step), in_evaluation, in_pause in zip(pieces, evaluated, paused, strict=True):
-        whole = end - begin
-        found: dict[str, float] = {}
-        if kind == "steps":
-            found["paused"] = float(in_pause)
-        elif kind in ("start-up", "other"):
-            found["evaluation"] = float(in_evaluation)
-        if kind == "other":
-            row = by_step.get(step, {})
-            saved = row.get("time/checkpoint", 0.0) + row.get("time/checkpoint_wait", 0.0)
-            found["checkpoint"] = min(saved, whole - found["evaluation"])
-        found[kind] = whole - sum(found.values())
-        for name, part in found.items():
+        row = by_step.get(step, {})
+        saved = row.get("time/checkpoint", 0.0) + row.get("time/checkpoint_wait", 0.0)
+        parts = {
+            "paused": float(in_pause) if kind == "steps" else 0.0,
+            "evaluation": float(in_evaluation) if kind in ("start-up", "other") else 0.0,
+        }
+        parts["checkpoint"] = min(saved, end - begin - parts["evaluation"]) if kind == "other" else 0.0
+        for name, part in [*parts.items(), (kind, end - begin - sum(parts.values()))]:
             seconds[name] += part
     steps = [row for row in rows if "time/step" in row]
     return TimeSplit(

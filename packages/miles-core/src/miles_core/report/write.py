@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_tito.errors import MilesError
+from miles_tito.shared.files import write_atomic
 
 from miles_core.durable.ledger import LEDGER
 from miles_core.durable.rundir import CONFIG
@@ -16,7 +17,7 @@ from miles_core.monitor.jsonl import METRICS_FILE
 from . import compare
 from .charts import FATE_COLOURS, Chart, Series, by_lag, main_charts, other_charts, thin
 from .conversations import token_strip
-from .page import render, save
+from .page import render
 from .run_data import RunData, load_tokenizer, read_run
 
 REPORT_FILE = "report.html"
@@ -121,11 +122,10 @@ def score_charts(evaluations: Sequence[Mapping[str, Any]]) -> list[Chart]:
     for dataset, by_step in datasets.items():
         steps = sorted(by_step)
         low, high = zip(*(by_step[step]["interval"] or (math.nan, math.nan) for step in steps), strict=True)
-        scores = [by_step[step]["score"] for step in steps]
-        name = "score, 95 % interval"
-        series = [Series(name=name, x=steps, values=scores, low=low, high=high, colour=2, kind="points")]
+        line = {"name": "score, 95 % interval", "colour": 2, "kind": "points"}
+        series = Series(x=steps, values=[by_step[step]["score"] for step in steps], low=low, high=high, **line)
         title = "Held-out score" if dataset == "eval" else f"Held-out score: {dataset}"
-        charts.append(Chart(title=title, note=note, series=series))
+        charts.append(Chart(title=title, note=note, series=[series]))
     return charts
 
 
@@ -157,6 +157,7 @@ def _check(run_dir: Path) -> None:
 
 def _save(path: Path, html: str) -> Path:
     try:
-        return save(path, html)
+        write_atomic(path, html)
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error}. Give another place with --out.") from error
+    return path
