@@ -178,9 +178,11 @@ def _pauses(db: sqlite3.Connection, ends: Mapping[int, float]) -> list[Span]:
     for start, of_start in itertools.groupby(events, key=lambda event: event[0]):
         begin: float | None = None
         for _, text, at in [*of_start, (start, "over", ends[start])]:
-            if text == "over" and begin is not None:
+            if text != "over":
+                begin = at if begin is None else begin
+            elif begin is not None:
                 pauses.append((begin, max(begin, at)))
-            begin = None if text == "over" else at if begin is None else begin
+                begin = None
     return pauses
 
 

@@ -42,6 +42,7 @@ class LedgerData:
     group_spans: Mapping[str, Floats] = field(default_factory=dict)
     """Worker -> when its groups ran."""
     counts: FateCounts | None = None
+    """Groups by fate."""
     trained: Sequence[tuple[Group, str]] = ()
     """A few groups spread over the run, with their fates."""
 

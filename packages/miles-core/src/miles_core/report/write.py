@@ -77,7 +77,7 @@ def run_page(run: RunData) -> str:
         "run",
         title=run.path.name,
         data={
-            "charts": {"main": _data(charts), "more": _data(more), "scores": _data(scores[:MOST_DATASETS])},
+            "charts": _data(main=charts, more=more, scores=scores[:MOST_DATASETS]),
             "timeline": timeline,
             "strips": [token_strip(trajectory, tokenizer) for trajectory in shown],
         },
@@ -101,7 +101,7 @@ def comparison_page(runs: Sequence[RunData]) -> str:
     return render(
         "comparison",
         title=" and ".join(labels),
-        data={"charts": {"by-step": _data(by_step), "by-time": _data(by_time)}},
+        data={"charts": _data(**{"by-step": by_step, "by-time": by_time})},
         runs=runs,
         labels=labels,
         noise=compare.NOISE,
@@ -129,8 +129,8 @@ def score_charts(evaluations: Sequence[Mapping[str, Any]]) -> list[Chart]:
     return charts
 
 
-def _data(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    return [chart.to_data() for chart in charts]
+def _data(**groups: Sequence[Chart]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [chart.to_data() for chart in charts] for name, charts in groups.items()}
 
 
 def _model(config: Mapping[str, Any]) -> str:
