@@ -86,11 +86,7 @@ class Chart:
 
 
 def main_charts(rows: Rows, *, warm_up: Rows = ()) -> list[Chart]:
-    """The charts that every reader wants, the one that answers whether it learns first; none without values.
-
-    Args:
-        warm_up: the steps of SFT before RL.
-    """
+    """The charts that every reader wants, none without values; `warm_up` are the steps of SFT before RL."""
     # fmt: off
     return drawable([
         _reward(rows),

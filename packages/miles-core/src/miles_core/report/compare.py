@@ -180,10 +180,10 @@ def _charts(runs: Sequence[Rows], labels: Sequence[str], scored: Sequence[str], 
     """One line of each run over the metric `x`."""
     places = [row[x] for rows in runs for row in rows]
     x_range = (min(places), max(places)) if places else None
-    scores = [("Held-out score", "eval/score", {"size": "wide"})]
-    scores += [(f"Held-out score: {name}", f"eval/{name}/score", {}) for name in scored]
+    specs = [("Held-out score", "With 95 % intervals.", "eval/score", {"size": "wide"})]
+    specs += [(f"Held-out score: {name}", "With 95 % intervals.", f"eval/{name}/score", {}) for name in scored]
     found: list[Chart] = []
-    for title, note, metric, options in [*((t, "With 95 % intervals.", m, o) for t, m, o in scores), *_CHARTS]:
+    for title, note, metric, options in [*specs, *_CHARTS]:
         series: list[Series] = []
         for colour, (rows, label) in enumerate(zip(runs, labels, strict=True), start=1):
             known = [row for row in rows if math.isfinite(row.get(metric, math.nan))]

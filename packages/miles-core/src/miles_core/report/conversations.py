@@ -35,11 +35,7 @@ class ShownEpisode:
 
 
 def pick_episodes(groups: Sequence[tuple[Group, str]]) -> list[ShownEpisode]:
-    """The best and the worst episode of each group, and one that failed; any of them where none has a conversation.
-
-    Args:
-        groups: in the order to show them, each with its fate.
-    """
+    """The best and the worst episode of each group, and one that failed; any of them where none has a conversation."""
     shown: list[ShownEpisode] = []
     for group, fate in groups:
         episodes = [e for e in group.episodes if e.trajectories]

@@ -127,21 +127,22 @@ def read_discards(db: sqlite3.Connection, fates: RunFates, trajectories: Path) -
     """The most frequent kinds of discarded groups, with examples from the spool."""
     gone = sorted((total for total in fates.totals if total.is_discarded), key=lambda total: -total.groups)
     limit = max(min(EXAMPLES, MOST_EXAMPLES // max(len(gone[:MOST_DISCARDS]), 1)), 1)
-    return [_discard(db, totals, trajectories, limit=limit) for totals in gone[:MOST_DISCARDS]]
+    return [_discard(db, totals, trajectories, limit) for totals in gone[:MOST_DISCARDS]]
 
 
-def _discard(db: sqlite3.Connection, totals: FateTotals, trajectories: Path, *, limit: int) -> Discard:
+def _discard(db: sqlite3.Connection, totals: FateTotals, trajectories: Path, limit: int) -> Discard:
     fate = f"{totals.fate} ({totals.reason})" if totals.reason not in ("", totals.fate) else str(totals.fate)
-    examples: list[ShownEpisode] = []
-    for name, file, offset in db.execute(
+    rows = db.execute(
         "SELECT group_id, file, offset FROM groups JOIN segments USING (segment) WHERE fate = ? AND reason = ? "
         "ORDER BY number DESC LIMIT ?",
         (totals.fate, totals.reason, limit),
-    ):
-        try:
+    )
+    examples: list[ShownEpisode] = []
+    try:
+        for name, file, offset in rows:
             group = read_group(trajectories, SpoolAddress(file=file, offset=offset))
-        except (SpoolError, OSError) as error:
-            return Discard(totals, examples, missing=str(error))
-        shown = pick_episodes([(group, fate)])[:EXAMPLES]
-        examples += [replace(one, label=f"group {name}, {one.label}") for one in shown]
+            shown = pick_episodes([(group, fate)])[:EXAMPLES]
+            examples += [replace(one, label=f"group {name}, {one.label}") for one in shown]
+    except (SpoolError, OSError) as error:
+        return Discard(totals, examples, missing=str(error))
     return Discard(totals, examples)

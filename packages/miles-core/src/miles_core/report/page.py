@@ -23,11 +23,9 @@ _UNSAFE = "<>&\u2028\u2029"
 
 
 def render(kind: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:
-    """A whole page. Its policy forbids every request, and every script but its own.
+    """A page of the kind `run` or `comparison`: the script draws `data`, the template shows `values`.
 
-    Args:
-        kind: `run` or `comparison`.
-        data: what the script draws, embedded as JSON; `values` are what the template shows.
+    Its policy forbids every request, and every script but its own.
     """
     style, script = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

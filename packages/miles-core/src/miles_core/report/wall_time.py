@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from .history import Floats, RunHistory, Span, Start, Step
+from .history import Floats, RunHistory, Span, Start
 from .page import clock
 
 KINDS = ("steps", "lost", "start-up", "evaluation", "checkpoint", "paused", "down", "other")
@@ -54,11 +54,7 @@ class TimeSplit:
 
 
 def split_time(history: RunHistory, rows: Sequence[Mapping[str, float]]) -> TimeSplit:
-    """Sort every second of a run.
-
-    Args:
-        rows: of `metrics.jsonl`, for what a checkpoint cost and what a step did.
-    """
+    """Sort every second of a run; rows of `metrics.jsonl` say what a checkpoint cost and what a step did."""
     by_step = {round(row["step"]): row for row in rows}
     pieces = list(_pieces(history))
     windows = np.array([(begin, end) for begin, end, _, _ in pieces], dtype=np.float64).reshape(-1, 2)
@@ -169,28 +165,23 @@ def _ramp(times: Floats, moments: Floats) -> Floats:
 
 def _pieces(history: RunHistory) -> Iterator[tuple[float, float, str, int]]:
     """The wall time cut up: begin, end, kind, and the step that it follows or is (0 for none)."""
-    steps = {number: list(made) for number, made in itertools.groupby(history.steps, key=lambda step: step.start)}
+    made = {number: list(steps) for number, steps in itertools.groupby(history.steps, key=lambda step: step.start)}
     for start, following in itertools.zip_longest(history.starts, history.starts[1:]):
-        yield from _pieces_of(start, following, steps.get(start.number, []), history.trainer_deaths)
-
-
-def _pieces_of(
-    start: Start, following: Start | None, steps: Sequence[Step], deaths: Sequence[float]
-) -> Iterator[tuple[float, float, str, int]]:
-    reached, kind, last = start.at, "start-up", 0
-    limit = max(following.at if following else start.end, start.at)  # the machine's clock may have been set back
-    for step in steps:
-        began, ended = (min(max(moment, reached), limit) for moment in (step.at - step.seconds, step.at))
-        yield reached, began, kind, last
-        yield began, ended, "steps" if step.is_live else "lost", step.version
-        reached, kind, last = ended, "other", step.version
-    if following is None:
-        yield reached, max(start.end, reached), kind, last
-        return
-    died = max((at for at in deaths if reached <= at <= limit), default=None) if following.is_in_place else None
-    cut = min(max(start.end if died is None else died, reached), limit)
-    yield reached, cut, "lost" if steps else "start-up", last
-    yield cut, limit, "start-up" if following.is_in_place else "down", last
+        reached, kind, last = start.at, "start-up", 0
+        limit = max(following.at if following else start.end, start.at)  # the machine's clock may have been set back
+        steps = made.get(start.number, [])
+        for step in steps:
+            began, ended = (min(max(moment, reached), limit) for moment in (step.at - step.seconds, step.at))
+            yield reached, began, kind, last
+            yield began, ended, "steps" if step.is_live else "lost", step.version
+            reached, kind, last = ended, "other", step.version
+        if following is None:
+            yield reached, max(start.end, reached), kind, last
+            return
+        deaths = [at for at in history.trainer_deaths if following.is_in_place and reached <= at <= limit]
+        cut = min(max(deaths or [start.end, reached]), limit)
+        yield reached, cut, "lost" if steps else "start-up", last
+        yield cut, limit, "start-up" if following.is_in_place else "down", last
 
 
 def _phase(rows: Iterable[Mapping[str, float]], name: str, *, after: Sequence[str]) -> list[Span]:
