@@ -1,4 +1,4 @@
-"""The invariants of a run, held against what it left on disk and against what the scripted parts saw.
+"""The invariants of a run, held against what it left on disk and against what the scripts saw.
 
 Nothing here asks the ledger's own proof but the last check: the ledger's tables are read as rows.
 """

@@ -1,4 +1,4 @@
-"""What a finished run left: on disk, and in what the scripted parts saw of it."""
+"""What a finished run left: on disk, and in what the scripts saw of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripted parts saw, written down outside the run: it survives every kill and knows no fate, no ledger.
+"""What the scripts saw, written down outside the run: it survives every kill and knows no fate, no ledger.
 
 `weights`: a tree. Every optimizer step makes a node, whatever branch of the run it is on, and no number is ever used
 twice. The engines sample the number of the node that they hold, so each token says which weights it came from.

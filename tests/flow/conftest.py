@@ -1,4 +1,4 @@
-"""The flow tests play against the same scripted parts as the tests of the packages."""
+"""The flow tests play against the same scripts as the tests of the packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the scripted parts, and the virtual clock of the rollout tests, on the path."""
+"""Puts the scripts, and the virtual clock of the rollout tests, on the path."""
 
 import sys
 from pathlib import Path
