@@ -109,7 +109,7 @@ def make_batch(
     """Pack this rank's samples, micro-batch by micro-batch.
 
     Args:
-        rows: [micro-batches][rows]; an empty micro-batch becomes a dummy of zero weight.
+        rows: `[micro-batches][rows]`; an empty micro-batch becomes a dummy of zero weight.
         totals: counts over all ranks, from the driver.
         normalization: see `LossSettings.normalization`.
         max_tokens: the constant of `dr_grpo`.

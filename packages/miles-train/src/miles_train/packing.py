@@ -41,7 +41,7 @@ def pack(
         multiple_of: each rank gets a multiple of so many micro-batches.
 
     Returns:
-        [ranks][micro-batches][rows] row indices. No micro-batches at all for no rows.
+        `[ranks][micro-batches][rows]` row indices. No micro-batches at all for no rows.
 
     Raises:
         PackingError: a row is longer than the budget.

@@ -33,7 +33,7 @@ class StepPlan:
     """The rows of each rank in one optimizer step: `plan_batch` makes it, and each rank a `Batch` of its own rows."""
 
     ranks: tuple[tuple[Rows, ...], ...]
-    """[data ranks][micro-batches] row indices."""
+    """`[data ranks][micro-batches]` row indices."""
     totals: BatchTotals
 
 

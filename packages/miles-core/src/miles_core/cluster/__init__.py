@@ -24,3 +24,16 @@ __all__ = [
     "cluster",
     "stop_together",
 ]
+
+_RENAMED = {
+    "Fleet": "EngineFleet",
+    "RayParts": "Remote",
+    "Trainers": "TrainerRanks",
+    "Workers": "RolloutWorkers",
+    "spawn": "Remote",
+}
+
+
+def __getattr__(name: str) -> object:
+    new = _RENAMED.get(name)
+    raise AttributeError(f"{__name__} has no {name!r}" + (f"; it is {new!r} now." if new else "."))

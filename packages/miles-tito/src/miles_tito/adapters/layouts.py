@@ -21,7 +21,8 @@ def to_slime(
     """Each sample as a dictionary for slime's `Sample.from_dict`.
 
     Args:
-        prompts, responses: texts to show in logs; slime trains on the ids alone.
+        prompts: texts to show in logs; slime trains on the ids alone.
+        responses: the same of what was sampled.
     """
     groups = {group: n for n, group in enumerate(dict.fromkeys(sample.group_id for sample in samples))}
     return [
