@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from miles_core.actors.session_server import SessionSettings
-from miles_core.monitor.metering import Counters, MeteredEngine
+from miles_core.monitor.usage import Counters, MeteredEngine
 from miles_tito.errors import EngineError, SessionError
 from miles_tito.records import Message, Policy, Sampling, Trajectory
 from miles_tito.server.dialects.base import TurnRequest

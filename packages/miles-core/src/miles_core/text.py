@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,6 +20,18 @@ def visible(text: str) -> str:
 def format_time(at: float) -> str:
     """Seconds since 1970 as `2026-03-04 05:06:07`, local time."""
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def format_seconds(seconds: float) -> str:
+    """`42 s`, `3 min 5 s`, `2 h 10 min`."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

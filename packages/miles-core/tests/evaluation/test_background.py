@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
 from miles_core.evaluation.background import BackgroundEvaluator
-from miles_core.evaluation.dedicated import DedicatedScorer
 from miles_core.evaluation.points import DatasetScore
+from miles_core.evaluation.scoring import DedicatedScorer
 from scripted_rollout import now, run_virtual
 
 Overlap = Literal["backpressure", "skip"]

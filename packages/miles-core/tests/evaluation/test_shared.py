@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from eval_parts import ScriptedEngines, Told, make_log, make_scorer
 from miles_core.evaluation.config import DatasetConfig
-from miles_core.evaluation.shared import SharedEvaluator
+from miles_core.evaluation.evaluator import SharedEvaluator
 from miles_rollout.dispatch import GroupRequest
 from miles_rollout.producer import Gate
 from miles_tito.records import Prompt, Sampling

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from miles_core.monitor import MonitoredRun
-from miles_core.monitor.console import ConsoleMonitor
-from miles_core.monitor.disturbances import Disturbances
+from miles_core.monitor.console import ConsoleMonitor, Disturbances
 
 
 def test_a_quiet_step_has_no_words():

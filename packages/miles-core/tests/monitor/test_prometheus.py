@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from miles_core.monitor import MonitoredRun
+from miles_core.monitor.base import RunSummary
 from miles_core.monitor.config import PrometheusConfig
 from miles_core.monitor.prometheus import PrometheusError, PrometheusMonitor
-from miles_core.monitor.summary import RunSummary
 from prometheus_client.parser import text_string_to_metric_families
 
 

@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator
 
 import numpy as np
 import pytest
-from miles_core.monitor.metering import BusyMeter, Counters, MeteredEngine
-from miles_core.monitor.usage import RunUsage
+from miles_core.monitor.usage import BusyMeter, Counters, MeteredEngine, RunUsage
 from miles_tito.engine.generation import GenerateRequest, Generation
 from miles_tito.records import Sampling
 from miles_tito.testing import Reply, ScriptedEngine

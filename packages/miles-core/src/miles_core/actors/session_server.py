@@ -11,7 +11,7 @@ from miles_tito.engine.sglang import SGLangEngine
 from miles_tito.server import create_app, serve
 from miles_tito.tokens.tokenizer import load_tokenizer
 
-from miles_core.monitor.metering import Counters, MeteredEngine
+from miles_core.monitor.usage import Counters, MeteredEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from miles_tito.shared.ports import port_of
 
 from miles_core.actors.session_server import SessionServer, SessionSettings
-from miles_core.monitor.metering import Counters
+from miles_core.monitor.usage import Counters
 
 from .remote import OnEvent, ProcessDied, Remote, Resources, stop_all
 

@@ -14,12 +14,10 @@ from miles_core.monitor import Monitor
 
 from .background import BackgroundEvaluator, SnapshotScorer
 from .config import EvalConfig
-from .dedicated import DedicatedScorer
-from .evaluator import Evaluator
+from .evaluator import Evaluator, SharedEvaluator
 from .external import ExternalScorer
 from .points import EvalLog
-from .scoring import DatasetScorer
-from .shared import SharedEvaluator
+from .scoring import DatasetScorer, DedicatedScorer
 
 if TYPE_CHECKING:
     from miles_core.cluster import EvalEngines

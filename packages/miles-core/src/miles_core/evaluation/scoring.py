@@ -1,12 +1,15 @@
-"""Every dataset of one evaluation through one set of engines, with its conversations kept for reading."""
+"""Every dataset of one evaluation through one set of engines, with its conversations kept for reading; and engines of
+its own for that, which load each snapshot of the weights, so that training never waits for them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_rollout.dispatch import RunGroup
 from miles_rollout.evaluate import EvalResult, evaluate
@@ -14,6 +17,11 @@ from miles_tito.records import Prompt
 
 from .config import DatasetConfig
 from .points import DatasetScore
+
+if TYPE_CHECKING:
+    from miles_core.cluster import EvalEngines
+
+logger = logging.getLogger(__name__)
 
 
 class DatasetScorer:
@@ -107,3 +115,36 @@ class DatasetScorer:
     def _remove(self, folders: Sequence[tuple[int, Path]]) -> None:
         for _, folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class DedicatedScorer:
+    """Scores snapshots on `EvalEngines`: starts them with the first one, and anew after an evaluation that failed."""
+
+    def __init__(self, scorer: DatasetScorer, *, serving: Callable[[], EvalEngines]) -> None:
+        """
+        Args:
+            serving: makes the engines and what belongs to them; called again after a failure.
+        """
+        self._scorer = scorer
+        self._make = serving
+        self._serving: EvalEngines | None = None
+
+    async def __call__(self, step: int, snapshot: Path) -> Sequence[DatasetScore]:
+        try:
+            if self._serving is None:
+                self._serving = self._make()
+                await self._serving.start()
+            await self._serving.load(snapshot, step)
+            scores = await self._scorer(step, self._serving.run_group_into)
+        except BaseException:  # timeouts too: what did not answer in time may never
+            await self.close()
+            raise
+        if all(part.score is None for part in scores):
+            logger.warning("no dataset has a score: the engines of the evaluation are started anew for the next one")
+            await self.close()
+        return scores
+
+    async def close(self) -> None:
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            await serving.stop()

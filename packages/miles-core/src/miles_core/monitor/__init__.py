@@ -1,10 +1,8 @@
 """Where metrics, spans and the summary of a run go. Libraries return numbers; only monitors write them."""
 
-from .base import Monitor, MonitoredRun, MultiMonitor, StepError
-from .build import build_monitor
-from .config import MonitorConfig, TrackioConfig, WandbConfig
+from .base import Monitor, MonitoredRun, MultiMonitor, RunSummary, StepError
+from .config import MonitorConfig, TrackioConfig, WandbConfig, build_monitor
 from .jsonl import JsonlMonitor, read_metrics, read_summary
-from .summary import RunSummary
 from .usage import Span, busy_fraction, utilisation
 
 __all__ = [

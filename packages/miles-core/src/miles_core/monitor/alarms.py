@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from miles_core.text import format_seconds
+
 from .base import Monitor
-from .summary import format_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from typing import Any, cast
 
 from miles_tito.shared.files import write_atomic
 
-from .base import Monitor
-from .summary import RunSummary
+from .base import Monitor, RunSummary
 
 METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"

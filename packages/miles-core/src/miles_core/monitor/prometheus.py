@@ -9,10 +9,9 @@ from typing import Any
 
 from miles_tito.errors import MilesError, MissingDependency
 
-from .base import Monitor, MonitoredRun
+from .base import Monitor, MonitoredRun, RunSummary
 from .config import PrometheusConfig
 from .names import describe
-from .summary import RunSummary
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from miles_tito.errors import MissingDependency
 
-from .base import Monitor, MonitoredRun
-from .summary import RunSummary
+from .base import Monitor, MonitoredRun, RunSummary
 
 try:
     # generated code, which pyright cannot see into

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import Monitor, MonitoredRun
-from .summary import RunSummary
+from .base import Monitor, MonitoredRun, RunSummary
 
 TRACE_FILE = "trace.json"
 COUNTERS = ("reward/mean", "staleness/mean", "engine/tokens_per_s", "buffer/queued", "eval/score")

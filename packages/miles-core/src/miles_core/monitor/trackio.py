@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from miles_tito.errors import MissingDependency
 
-from .base import Monitor, MonitoredRun
+from .base import Monitor, MonitoredRun, RunSummary
 from .config import TrackioConfig
-from .summary import RunSummary
 
 try:
     import trackio

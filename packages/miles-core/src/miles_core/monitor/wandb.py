@@ -9,9 +9,8 @@ from pathlib import Path
 
 from miles_tito.errors import MissingDependency
 
-from .base import Monitor, MonitoredRun
+from .base import Monitor, MonitoredRun, RunSummary
 from .config import WandbConfig
-from .summary import RunSummary
 
 try:
     import wandb

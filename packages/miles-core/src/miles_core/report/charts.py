@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+from miles_core.monitor.base import TERMINAL_FATES
 from miles_core.monitor.names import METRICS, describe
-from miles_core.monitor.summary import TERMINAL_FATES
 
 MOST_POINTS = 300
 FATE_COLOURS = dict(zip(TERMINAL_FATES, (1, 3, 2, 4, 5), strict=True)) | {"buffered": 6, "in_flight": 7}

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from miles_core.monitor.summary import TERMINAL_FATES, format_seconds
-from miles_core.text import table, visible
+from miles_core.monitor.base import TERMINAL_FATES
+from miles_core.text import format_seconds, table, visible
 
 from .charts import Chart, Rows, Series, column, drawable, thin
 from .page import format_number, percent

@@ -14,8 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from miles_core.monitor.summary import format_seconds
-from miles_core.text import visible
+from miles_core.text import format_seconds, visible
 
 _FOLDER = Path(__file__).parent
 _UNSAFE = "<>&\u2028\u2029"

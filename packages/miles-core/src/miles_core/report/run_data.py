@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from miles_core.durable.ledger import LEDGER, queries, reading, trained_over_the_run
 from miles_core.durable.spool import read_group, read_groups
+from miles_core.monitor.base import RunSummary
 from miles_core.monitor.jsonl import DISCARDED_FILE, read_metrics, read_summary
-from miles_core.monitor.summary import RunSummary
 
 from .conversations import ShownEpisode, pick_episodes
 from .fates import Discard, RunFates, read_discards, read_fates
