@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from miles_tito import Episode, Outcome, Trajectory, VersionSpan
-from miles_tito.records.samples import mask_older_versions, to_samples
+from miles_tito.records.episodes import mask_older_versions, to_samples
 
 TURNS = st.lists(
     st.tuples(st.integers(0, 3), st.lists(st.tuples(st.integers(1, 4), st.integers(-1, 3)), min_size=1, max_size=3)),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from miles_tito import Group, GroupRef, Sample
-from miles_tito.records.samples import to_samples
+from miles_tito.records.episodes import to_samples
 from miles_tito.shared.plugins import Plugin, resolve
 
 from .errors import AdvantageError

@@ -32,7 +32,7 @@ from miles_tito import (
     Trajectory,
     summarize,
 )
-from miles_tito.records.samples import mask_older_versions
+from miles_tito.records.episodes import mask_older_versions
 from miles_tito.shared.backoff import delay_s
 from miles_tito.shared.settings import SettingError
 

@@ -19,9 +19,8 @@ from .errors import (
     TokenizerError,
     WireError,
 )
-from .records.episodes import Ctx, Env, Episode, EpisodeResult, FailedAttempt, Group, Outcome
+from .records.episodes import Ctx, Env, Episode, EpisodeResult, FailedAttempt, Group, Outcome, to_samples
 from .records.prompts import Message, Policy, Prompt, Sampling
-from .records.samples import to_samples
 from .records.summary import EpisodeSummary, GroupRef, TrajectorySummary, summarize
 from .records.trajectories import UNKNOWN_VERSION, FinishReason, Sample, Trajectory, TrajectoryKind, VersionSpan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_quant.recipe.recipe import Recipe
 from miles_tito.records import Group, Sample
-from miles_tito.records.samples import to_samples
+from miles_tito.records.episodes import to_samples
 from miles_tito.shared.ports import free_port
 from miles_train import Layout, create_trainer
 from miles_train.batch import Batch, make_batch

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from miles_tito.errors import RequestError, SampleError
 from miles_tito.records import Episode, Outcome, Sample, Sampling, Trajectory, check_reward
 from miles_tito.records.encoding import encode_many, encode_samples, samples_to_safetensors
-from miles_tito.records.samples import to_samples
+from miles_tito.records.episodes import to_samples
 from miles_tito.sessions.session import Session
 from miles_tito.sessions.turn_selection import picker_named
 
