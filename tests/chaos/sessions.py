@@ -11,8 +11,9 @@ from miles_core.monitor.usage import Counters, MeteredEngine
 from miles_tito.errors import EngineError, SessionError
 from miles_tito.records import Message, Policy, Sampling, Trajectory
 from miles_tito.server.dialects.base import TurnRequest
-from miles_tito.server.live_session import LiveSession, as_request_error, digest_key
+from miles_tito.server.live_session import LiveSession, digest_key
 from miles_tito.server.session_store import SessionStore
+from miles_tito.server.turn_routes import as_problem
 from miles_tito.sessions.session import Session
 
 from . import language
@@ -105,7 +106,7 @@ class ScriptedSessionServer:
             try:
                 node = await answer.result()
             except EngineError as error:
-                raise as_request_error(error) from error
+                raise as_problem(error) from error
             live.delivered(node)
             return node.message
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from miles_tito import FinishReason, RequestError, Session, Tokenizer, Trajectory
 from miles_tito.engine.generation import Generation, one_version
-from miles_tito.sessions.client_headers import Hints, read_hints
+from miles_tito.sessions.turn_kinds import Hints, read_hints
 from miles_tito.sessions.turn_selection import pick_all, pick_leaves
 from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner

@@ -12,7 +12,7 @@ import pytest
 import schemathesis
 from hostile import Attack, attacks
 from miles_tito import Sampling, Tokenizer, create_app
-from miles_tito.server.openapi import document
+from miles_tito.server.app import document
 from miles_tito.testing import ScriptedEngine
 
 SECRET = "what only the owner said"

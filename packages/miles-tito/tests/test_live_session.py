@@ -14,7 +14,7 @@ from miles_tito.server.dialects.base import TurnRequest
 from miles_tito.server.dialects.chat import CHAT
 from miles_tito.server.live_session import LiveSession, RecordedTurn, RunningTurn
 from miles_tito.server.session_store import SessionStore
-from miles_tito.sessions.client_headers import Hints
+from miles_tito.sessions.turn_kinds import Hints
 from miles_tito.testing import ScriptedEngine
 from miles_tito.tokens.families.parser import TextPiece
 from miles_tito.tokens.family_choice import choose_family

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,16 +25,31 @@ from miles_tito.tokens.merge import Joiner
 from miles_tito.tokens.tokenizer import Tokenizer
 
 from .dialects.base import Dialect
-from .dialects.chat import CHAT
-from .dialects.messages_request import COUNT_TOKENS, MESSAGES
-from .dialects.responses_request import RESPONSES
-from .openapi import document
-from .session_routes import SessionRoutes, json_response
+from .dialects.chat import CHAT, ChatRequest
+from .dialects.messages_request import COUNT_TOKENS, MESSAGES, CountRequest, MessagesRequest
+from .dialects.responses_request import RESPONSES, ResponsesRequest
+from .session_routes import SamplesRequest, SessionRequest, SessionRoutes, json_response
 from .session_store import SessionService, SessionStore
-from .turn_answers import refusal
-from .turn_routes import TurnRoutes
+from .turn_routes import TurnRoutes, refusal
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+_ASKS: dict[str, tuple[str, type[msgspec.Struct]]] = {
+    "chat/completions": ("One turn in OpenAI's chat dialect.", ChatRequest),
+    "responses": ("One turn in OpenAI's responses dialect.", ResponsesRequest),
+    "messages": ("One turn in Anthropic's messages dialect.", MessagesRequest),
+    "messages/count_tokens": ("The tokens that a request would put before the model.", CountRequest),
+}
+_ANSWERS = {
+    "400": "Refused.",
+    "401": "Not your session.",
+    "404": "No such session.",
+    "409": "The id is taken.",
+    "410": "The session has ended.",
+    "422": "Not trainable.",
+    "502": "The engine failed.",
+    "503": "The engine is not there.",
+}
 
 
 def create_app(
@@ -162,3 +179,51 @@ async def _no_route(request: Request, error: Exception) -> Response:
         code="not_found",
     )
     return refusal(problem, MESSAGES if request.url.path.endswith("/messages") else CHAT)
+
+
+def document() -> dict[str, Any]:
+    """The routes as an OpenAPI document; bodies are the Structs that read them."""
+    structs = [SessionRequest, SamplesRequest, *(cls for _, cls in _ASKS.values())]
+    bodies, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    schema = dict(zip(structs, bodies, strict=True))
+    session = [{"name": "session_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    picker = {"name": "picker", "in": "query", "schema": {"enum": ["default", "leaves", "all"]}}
+    below = "/sessions/{session_id}"
+    paths: dict[str, Any] = {
+        "/health": {"get": _operation("Whether it serves, and how much it holds.", secured=False)},
+        "/metrics": {"get": _operation("Counters in Prometheus' text format.", secured=False)},
+        "/sessions": {"post": _operation("Open a session.", body=schema[SessionRequest], status="201")},
+        below: {
+            "parameters": session,
+            "get": _operation("The tree of turns, without ids."),
+            "delete": _operation("Abort what runs and remove the session.", status="204"),
+        },
+        f"{below}/trajectories": {
+            "parameters": session,
+            "get": {**_operation("Trajectories as msgpack records."), "parameters": [picker]},
+        },
+        f"{below}/samples": {
+            "parameters": session,
+            "post": _operation("Training samples.", body=schema[SamplesRequest]),
+        },
+    }
+    for base, parameters in ((f"{below}/v1", session), ("/v1", [])):
+        paths[f"{base}/models"] = {"parameters": parameters, "get": _operation("The one model.")}
+        for path, (summary, cls) in _ASKS.items():
+            paths[f"{base}/{path}"] = {"parameters": parameters, "post": _operation(summary, body=schema[cls])}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "miles-tito", "version": "1"},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(
+    summary: str, *, body: dict[str, Any] | None = None, status: str = "200", secured: bool = True
+) -> dict[str, Any]:
+    answers = {code: {"description": text} for code, text in {status: "Done.", **_ANSWERS}.items()}
+    operation: dict[str, Any] = {"summary": summary, "responses": answers}
+    if body is not None:
+        operation["requestBody"] = {"content": {"application/json": {"schema": body}}}
+    return {**operation, "security": [{"key": []}]} if secured else operation

@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, nullcon
 import numpy as np
 
 from miles_tito.engine.generation import Engine, join, run_turn
-from miles_tito.errors import EngineError, RequestError
-from miles_tito.sessions.client_headers import Hints
+from miles_tito.errors import RequestError
 from miles_tito.sessions.journal import Journal
 from miles_tito.sessions.session import Plan, Session, Turn
 from miles_tito.sessions.tree import Node
+from miles_tito.sessions.turn_kinds import Hints
 from miles_tito.tokens.families.parser import Piece, pieces_of
 
 from .dialects.base import TurnRequest
@@ -31,7 +31,7 @@ _THREAD_FROM_CHARS = 20_000
 class RecordedTurn:
     """An answer that was recorded and never reached its client, as when the server died in between.
 
-    `turn_answers` sends it like that of a `RunningTurn`, whose methods say more.
+    `TurnAnswer` sends it like that of a `RunningTurn`, whose methods say more.
     """
 
     cached_tokens = 0
@@ -225,10 +225,6 @@ class LiveSession:
         """Whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.running)
-
     async def start(
         self, asked: TurnRequest, engine: Engine, *, hints: Hints | None = None, metrics: Metrics | None = None
     ) -> RecordedTurn | RunningTurn:
@@ -244,7 +240,7 @@ class LiveSession:
         session = self.session
         hints = hints or Hints()
         plan = session.plan(asked.messages, tools=asked.tools, variables=asked.variables, hints=hints)
-        running = self._running.get(plan.identity)
+        running = self._running.get(plan.match.path)
         if hints.is_retry and running and not running.is_done:
             return running
         lost = session.undelivered(plan, asked.form)
@@ -262,7 +258,7 @@ class LiveSession:
             form=asked.form,
         )
         self._running = {k: v for k, v in self._running.items() if not v.is_done or v.is_attached}
-        key = plan.identity if plan.identity not in self._running else turn.request.rid.encode()
+        key = plan.match.path if plan.match.path not in self._running else turn.request.rid.encode()
         self._running[key] = RunningTurn(
             session, turn, engine, stream=asked.stream, journal=self.journal, metrics=metrics
         )
@@ -295,13 +291,6 @@ class LiveSession:
 def digest_key(key: str) -> bytes:
     """What is kept of a session's key; the key is random, so a plain digest does not give it away."""
     return hashlib.blake2b(key.encode(), digest_size=32).digest()
-
-
-def as_request_error(error: EngineError) -> RequestError:
-    """An engine's failure as the answer to the request behind it."""
-    if error.status == 400:
-        return RequestError(str(error), code="engine_refused")
-    return RequestError(str(error), status=503 if error.retryable else 502, code="engine_error")
 
 
 async def encode(session: Session, plan: Plan) -> np.ndarray:

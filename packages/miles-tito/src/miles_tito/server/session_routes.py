@@ -23,8 +23,8 @@ from .dialects import fields
 from .dialects.chat import ChatTool
 from .live_session import LiveSession
 from .session_store import OWN, SessionService
-from .turn_answers import JSON
 
+JSON = "application/json"
 MSGPACK = "application/msgpack"
 SAFETENSORS = "application/x-safetensors"
 

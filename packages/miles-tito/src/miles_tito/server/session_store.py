@@ -17,7 +17,7 @@ from typing import Any
 from miles_tito.engine.generation import Engine
 from miles_tito.errors import RequestError
 from miles_tito.records import Sampling
-from miles_tito.sessions.journal import Journal, Opened, Saved, StateDir
+from miles_tito.sessions.journal import Opened, Saved, StateDir
 from miles_tito.sessions.session import Session
 from miles_tito.tokens.family_choice import choose_family
 from miles_tito.tokens.merge import Joiner
@@ -82,10 +82,9 @@ class SessionService:
             tools=list(tools),
             metadata=dict(metadata or {}),
         )
-        session = self._session(opened)
+        live = self._live(opened)
         self.store.check_free(session_id)
-        journal = self.state.create(opened) if self.state else None
-        live = _live(session, opened, journal)
+        live.journal = self.state.create(opened) if self.state else None
         self.store.add(live)
         return live, api_key
 
@@ -149,10 +148,10 @@ class SessionService:
         return value_key([self.joiner.family.name, self.tokenizer.vocab_size, list(self.tokenizer.eos_ids), template])
 
     def _restored(self, saved: Saved) -> LiveSession:
-        opened = saved.opened
-        session = self._session(opened)
+        live = self._live(saved.opened)
+        live.journal = saved.journal
         lost = len(saved.interrupted)
-        session.restore(
+        live.session.restore(
             saved.nodes,
             next_id=saved.next_id,
             next_branch=saved.next_branch,
@@ -161,18 +160,18 @@ class SessionService:
         if lost:
             _log.warning(
                 "Session %s: %d turns were under way when the last server ended; their clients must ask again.",
-                session.id,
+                live.session.id,
                 lost,
             )
-        return _live(session, opened, saved.journal)
+        return live
 
-    def _session(self, opened: Opened) -> Session:
+    def _live(self, opened: Opened) -> LiveSession:
         joiner = self.joiner
         if opened.family is not None and opened.family != joiner.family.name:
             joiner = self._joiners.setdefault(
                 opened.family, Joiner(self.tokenizer, choose_family(opened.family, self.tokenizer))
             )
-        return Session(
+        session = Session(
             opened.session_id,
             joiner,
             max_context=self.max_context,
@@ -181,16 +180,9 @@ class SessionService:
             metadata=opened.metadata,
             now=datetime.fromisoformat(opened.opened_at),
         )
-
-
-def _live(session: Session, opened: Opened, journal: Journal | None) -> LiveSession:
-    return LiveSession(
-        session,
-        key_digest=opened.key_digest,
-        deadline_at=opened.deadline_at,
-        idle_timeout_s=opened.ttl_s,
-        journal=journal,
-    )
+        return LiveSession(
+            session, key_digest=opened.key_digest, deadline_at=opened.deadline_at, idle_timeout_s=opened.ttl_s
+        )
 
 
 class SessionStore:
@@ -276,7 +268,7 @@ class SessionStore:
             if live.is_due and live.closed_because is None:
                 await live.close("The deadline of this session has passed.")
             idle_timeout_s = self._idle_timeout_s if live.idle_timeout_s is None else live.idle_timeout_s
-            if not live.is_busy and now - live.last_used >= idle_timeout_s:
+            if not live.running and now - live.last_used >= idle_timeout_s:
                 self.num_expired += 1
                 await self.remove(session_id)
 

@@ -25,9 +25,8 @@ from miles_tito.tokens.merge import Joiner, Setting
 from miles_tito.tokens.messages import call_prefix, value_key
 from miles_tito.tokens.reply_parser import TurnReader, tool_schemas
 
-from .classify import classify
-from .client_headers import Hints
 from .tree import Match, Node, NodeKind, Tree
+from .turn_kinds import Hints, classify
 from .turn_selection import Picked, Picker, pick, pick_default
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}")
@@ -47,11 +46,6 @@ class Plan:
     setting: Setting
     match: Match
     hints: Hints
-
-    @property
-    def identity(self) -> bytes:
-        """Equal for requests with the same messages, tools and template variables."""
-        return self.match.path
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -192,7 +186,7 @@ class Session:
             input_ids=np.concatenate([*_ids(lineage), prompt_ids]),
             sampling=self.sampling,
             max_new_tokens=budget,
-            stop_token_ids=self._stop_ids(stop_token_ids),
+            stop_token_ids=tuple(sorted({*self.joiner.stop_ids, *self.sampling.stop_token_ids, *stop_token_ids})),
             stop=stops,
             images=tuple(image["url"] for image in [*(i for n in lineage for i in n.images), *images]),
             structural_tag=tag,
@@ -207,15 +201,7 @@ class Session:
         )
         # Last, so that whatever is wrong above leaves no turn behind.
         place = classify(plan.messages, plan.match, plan.hints, self._tree, has_tools=bool(plan.setting.tools))
-        new = self._tree.add(
-            plan.match,
-            len(plan.messages),
-            prompt_ids,
-            rid=rid,
-            kind=place.kind,
-            origin=place.origin,
-            repeats=place.repeats,
-        )
+        new = self._tree.add(plan.match, len(plan.messages), prompt_ids, rid=rid, place=place)
         new.images = images
         new.form = form.key if form else ""
         return Turn(node=new, request=request, reader=reader, setting=plan.setting, form=form)
@@ -359,10 +345,6 @@ class Session:
             {"url": image["url"], "digest": image["digest"], "start": start, "num_tokens": count}
             for image, start, count in zip(images, starts, counts, strict=True)
         ]
-
-    def _stop_ids(self, asked: Sequence[int]) -> tuple[int, ...]:
-        ids: set[int] = {*self.joiner.stop_ids, *self.sampling.stop_token_ids, *asked}
-        return tuple(sorted(ids))
 
     def _split_reasoning(self, message: Message) -> Message:
         """Some clients replay reasoning inside the content, between its marks."""

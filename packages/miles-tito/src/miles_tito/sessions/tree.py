@@ -32,6 +32,17 @@ class NodeKind(StrEnum):
     TITLE = "title"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a new turn is, and which earlier turn explains it; `Session.begin` records it."""
+
+    kind: NodeKind
+    origin: int | None = None
+    """The turn that called the sub-agent, wrote the summary, or is summarised."""
+    repeats: int | None = None
+    """The finished, unused turn of the same request."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Node:
     """One turn: the ids put in front of it, and, once committed, the ids sampled."""
@@ -119,7 +130,7 @@ class Match:
     num_messages: int
     """How many messages of the request that turn covers."""
     path: bytes
-    """Digest of all messages of the request."""
+    """Digest of all messages of the request; equal for requests with the same messages, tools and variables."""
 
 
 class Tree:
@@ -162,20 +173,10 @@ class Tree:
                 return Match(best, count, paths[-1])
         return Match(None, 0, paths[-1])
 
-    def add(
-        self,
-        match: Match,
-        num_messages: int,
-        prompt_ids: np.ndarray,
-        *,
-        rid: str,
-        kind: NodeKind,
-        origin: int | None = None,
-        repeats: int | None = None,
-    ) -> Node:
+    def add(self, match: Match, num_messages: int, prompt_ids: np.ndarray, *, rid: str, place: Place) -> Node:
         """A running turn behind `match`."""
         parent = match.node
-        if parent and kind is NodeKind.TURN and all(child.branch != parent.branch for child in parent.children):
+        if parent and place.kind is NodeKind.TURN and all(child.branch != parent.branch for child in parent.children):
             branch = parent.branch
         else:
             branch = self._next_branch
@@ -185,9 +186,9 @@ class Tree:
             rid=rid,
             parent=parent,
             branch=branch,
-            kind=kind,
-            origin=origin,
-            repeats=repeats,
+            kind=place.kind,
+            origin=place.origin,
+            repeats=place.repeats,
             path=match.path,
             asked=match.path,
             num_messages=num_messages,

@@ -238,8 +238,7 @@ class Joiner:
         """What the template writes for `messages` from the end of an assistant turn on, its close token first."""
         appended = self._arrange(self._with_native_ids(messages, reply), late=True)
         text = self._render([_USER, *self._stand_in(messages, reply), *appended], setting, tools)
-        before, found, after = text.rpartition(self._reply)
-        del before
+        _, found, after = text.rpartition(self._reply)
         is_call = any(message["role"] == "tool" for message in messages)
         rest = self.after_turn(after) if found and (is_call or after.startswith(self.turn_ends)) else None
         if rest is None:

@@ -70,15 +70,11 @@ class Ending:
 
 
 class AnswerWriter(ABC):
-    """Writes one answer in its dialect, whole or in server-sent events; `turn_answers` calls it."""
+    """Writes one answer in its dialect, whole or in server-sent events; `TurnAnswer` calls it."""
 
-    def __init__(self) -> None:
-        self._rid = ""
-        self._num_calls = 0
-
-    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        """Name the answer; comes before everything else."""
+    def __init__(self, rid: str) -> None:
         self._rid = rid
+        self._num_calls = 0
 
     @abstractmethod
     def whole(self, reply: Message, ending: Ending) -> bytes:
@@ -116,13 +112,17 @@ class AnswerWriter(ABC):
         return call_id(self._rid, self._num_calls - 1)
 
 
+NewWriter = Callable[[str, str, TokenUsage], AnswerWriter]
+"""From the turn's request id, the model's name and the prompt's tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """One API that clients speak; the routes of agents are served with one each."""
 
-    read: Callable[[bytes, Sampling, str], tuple[TurnRequest, AnswerWriter]]
-    """From a body, the session's sampling and its model's name to the request; raises RequestError where it is
-    malformed, or asks for what this server does not do."""
+    read: Callable[[bytes, Sampling, str], tuple[TurnRequest, NewWriter]]
+    """From a body, the session's sampling and its model's name to the request and what makes the writer of its answer;
+    raises RequestError where it is malformed, or asks for what this server does not do."""
     error: Callable[[RequestError], dict[str, Any]]
     """The body of an answer that says no."""
 

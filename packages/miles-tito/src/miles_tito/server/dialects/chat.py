@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +19,7 @@ from .base import (
     AnswerWriter,
     Dialect,
     Ending,
+    NewWriter,
     SampledToken,
     TokenUsage,
     TurnRequest,
@@ -104,12 +106,9 @@ class ChatRequest(fields.AgentRequest, kw_only=True):
 class ChatWriter(AnswerWriter):
     """Writes `chat.completion` objects; implements `AnswerWriter`."""
 
-    def __init__(self, *, include_usage: bool) -> None:
-        super().__init__()
+    def __init__(self, rid: str, model: str, usage: TokenUsage, *, include_usage: bool) -> None:
+        super().__init__(rid)
         self._include_usage = include_usage
-
-    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        super().start(rid=rid, model=model, usage=usage)
         self._base = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": model}
 
     def whole(self, reply: Message, ending: Ending) -> bytes:
@@ -180,7 +179,7 @@ def _usage(usage: TokenUsage) -> dict[str, Any]:
     }
 
 
-def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
+def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnRequest, NewWriter]:
     """See `Dialect.read`."""
     given = fields.read_object(body)
     asked = fields.as_struct({"messages": [], **given}, ChatRequest)
@@ -204,7 +203,7 @@ def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnReque
         wants_logprobs=asked.logprobs,
         pinned=(*asked.pinned(max_tokens, "max_tokens", sampling, model), *(["tools.strict"] if strict else [])),
     )
-    return request, ChatWriter(include_usage=asked.stream_options.include_usage)
+    return request, partial(ChatWriter, include_usage=asked.stream_options.include_usage)
 
 
 CHAT = Dialect(read=read_request, error=openai_error)

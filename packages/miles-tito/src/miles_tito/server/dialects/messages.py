@@ -34,14 +34,11 @@ _ERROR_TYPES = {
 class MessagesWriter(AnswerWriter):
     """Writes Anthropic `message` objects; implements `AnswerWriter`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rid: str, model: str, usage: TokenUsage) -> None:
+        super().__init__(rid)
         self._index = -1
         self._open: str | None = None
         """Type of the content block that is being written."""
-
-    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        super().start(rid=rid, model=model, usage=usage)
         self._message = {"id": f"msg_{rid}", "type": "message", "role": "assistant", "model": model}
         self._usage = _usage(usage)
 

@@ -12,7 +12,7 @@ from miles_tito.tokens.constrained_output import Form
 from miles_tito.tokens.messages import normalize
 
 from . import fields
-from .base import AnswerWriter, Dialect, TurnRequest
+from .base import Dialect, NewWriter, TurnRequest
 from .messages import MessagesWriter, anthropic_error
 
 
@@ -156,7 +156,7 @@ class MessagesRequest(_Request, kw_only=True):
 
 def read_request(
     body: bytes, sampling: Sampling, model: str, *, cls: type[CountRequest | MessagesRequest] = MessagesRequest
-) -> tuple[TurnRequest, AnswerWriter]:
+) -> tuple[TurnRequest, NewWriter]:
     """See `Dialect.read`."""
     asked = fields.as_struct(_without_nulls(fields.read_object(body)), cls)
     output = asked.output_config
@@ -182,7 +182,7 @@ def read_request(
         ),
         pinned=tuple(pinned),
     )
-    return request, MessagesWriter()
+    return request, MessagesWriter
 
 
 _OUR_OWN = ("messages", "content", "system", "tools")

@@ -46,8 +46,8 @@ class ToolNames:
 class ResponsesWriter(AnswerWriter):
     """Writes `response` objects; implements `AnswerWriter`."""
 
-    def __init__(self, names: ToolNames) -> None:
-        super().__init__()
+    def __init__(self, rid: str, model: str, usage: TokenUsage, *, names: ToolNames) -> None:
+        super().__init__(rid)
         self._names = names
         self._items: list[dict[str, Any]] = []
         """Finished output items."""
@@ -55,9 +55,6 @@ class ResponsesWriter(AnswerWriter):
         """The item that is being written, and its text so far."""
         self._so_far = ""
         self._sequence = -1
-
-    def start(self, *, rid: str, model: str, usage: TokenUsage) -> None:
-        super().start(rid=rid, model=model, usage=usage)
         self._response: dict[str, Any] = {
             "id": f"resp_{rid}",
             "object": "response",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from miles_tito.records import Sampling
 from miles_tito.tokens.messages import normalize
 
 from . import fields
-from .base import AnswerWriter, Dialect, TurnRequest, openai_error
+from .base import Dialect, NewWriter, TurnRequest, openai_error
 from .responses import ResponsesWriter, ToolNames
 
 
@@ -87,7 +88,7 @@ class ResponsesRequest(fields.AgentRequest, kw_only=True):
     text: Annotated[TextSetting, fields.FORMATS] = TextSetting()
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
-    """Whatever it says, an answer is found again in its session fields.only."""
+    """Whatever it says, an answer is found again in its session only."""
     include: Annotated[Any, fields.only([], ["reasoning.encrypted_content"])] = None
     truncation: Annotated[Any, fields.only("disabled")] = None
     background: Annotated[Any, fields.only(False)] = None
@@ -102,7 +103,7 @@ class ResponsesRequest(fields.AgentRequest, kw_only=True):
     client_metadata: Any = None
 
 
-def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnRequest, AnswerWriter]:
+def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnRequest, NewWriter]:
     """See `Dialect.read`."""
     asked = fields.as_struct(fields.read_object(body), ResponsesRequest)
     names = ToolNames()
@@ -128,7 +129,7 @@ def read_request(body: bytes, sampling: Sampling, model: str) -> tuple[TurnReque
         pinned=tuple(pinned),
         left_out=tuple(f"tools.{tool.type}" for tool in asked.tools or () if tool.type.startswith("web_search")),
     )
-    return request, ResponsesWriter(names)
+    return request, partial(ResponsesWriter, names=names)
 
 
 RESPONSES = Dialect(read=read_request, error=openai_error)

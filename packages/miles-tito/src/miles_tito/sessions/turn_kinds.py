@@ -8,6 +8,9 @@ a root of a named agent, or whose prompt an earlier turn wrote into a tool call 
 behind a recorded turn that has no next one ──▶ turn
 nothing recorded yet                        ──▶ root
 else                                        ──▶ fork
+
+Known clients name their sub-agents and their own bookkeeping in headers; any other agent may say `x-miles-agent: NAME`
+and `x-miles-kind: subagent | compaction | title`.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
+from miles_tito.errors import RequestError
 from miles_tito.records import Message
 
-from .client_headers import Hints
-from .tree import Match, Node, NodeKind, Tree
+from .tree import Match, Node, NodeKind, Place, Tree
+
+_PURPOSES = ("subagent", "compaction", "title")
 
 _TITLE = re.compile(
     r"title\b[^.\n]{0,80}\b(?:conversation|thread|chat|coding session)\b"
@@ -47,14 +54,46 @@ _MIN_SUMMARY = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a new turn is, and which earlier turn explains it; `Session.begin` records it."""
+class Hints:
+    """What the headers of a request say: who sends it, and what for."""
 
-    kind: NodeKind
-    origin: int | None = None
-    """The turn that called the sub-agent, wrote the summary, or is summarised."""
-    repeats: int | None = None
-    """The finished, unused turn of the same request."""
+    agent: str | None = None
+    """Name of the sub-agent that sends it, None for the main agent. Agents share no turns."""
+    purpose: str | None = None
+    """ "subagent", "compaction" or "title" where the client says so."""
+    window: int = 0
+    """How often the client has compacted its context."""
+    is_retry: bool = False
+    """The client sends it again because no answer came."""
+
+
+def read_hints(headers: Mapping[str, str]) -> Hints:
+    """The hints in `headers`, whose names are in lower case.
+
+    Raises:
+        RequestError: `x-miles-kind` names no purpose.
+    """
+    agent = headers.get("x-miles-agent") or headers.get("x-claude-code-agent-id")
+    purpose = headers.get("x-miles-kind")
+    if purpose is not None and purpose not in _PURPOSES:
+        raise RequestError(
+            f"Header x-miles-kind is {purpose!r}; known: {', '.join(_PURPOSES)}.",
+            code="invalid_value",
+            param="x-miles-kind",
+        )
+    codex = _codex(headers.get("x-codex-turn-metadata", ""))
+    subagent = headers.get("x-openai-subagent", "")
+    if "compaction" in (subagent, codex.get("request_kind")) or subagent == "compact":
+        purpose = purpose or "compaction"
+    elif subagent or codex.get("thread_source") == "subagent":
+        agent = agent or headers.get("thread-id") or subagent
+    _, _, window = headers.get("x-codex-window-id", "").rpartition(":")
+    return Hints(
+        agent=agent,
+        purpose=purpose,
+        window=int(window) if window.isdecimal() else 0,
+        is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+    )
 
 
 def classify(messages: Sequence[Message], match: Match, hints: Hints, tree: Tree, *, has_tools: bool) -> Place:
@@ -128,3 +167,11 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in cast("list[Any]", value):
             yield from _strings(item)
+
+
+def _codex(text: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return {}  # another client's header of that name says nothing to us
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
