@@ -10,7 +10,7 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from miles_core.durable.ledger.verify import verify
+from miles_core.durable.ledger.overview import verify
 from miles_rollout.fates import Fate
 from miles_rollout.prompts import PromptStream
 

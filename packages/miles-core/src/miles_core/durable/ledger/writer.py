@@ -23,10 +23,9 @@ from miles_tito.records.summary import EpisodeSummary, GroupRef
 from miles_core.durable.spool import find_groups
 
 from . import queries
+from .overview import verify
 from .queries import Limits, OpenGroup, PendingRetry
-from .schema import LedgerError, connect
-from .transactions import Transactions
-from .verify import verify
+from .schema import LedgerError, Transactions, connect
 
 LEDGER = "ledger.db"
 
