@@ -13,7 +13,7 @@ import transformers
 from miles_core.actors.low_precision import serving_folder, serving_shards
 from miles_core.actors.trainer_rank import TrainerRank
 from miles_core.config import Config, ConfigError, load_config, to_dict, to_toml
-from miles_core.doctor import model as model_checks
+from miles_core.doctor import checks
 from miles_core.durable.fingerprint import compare
 from miles_core.run.dry_run import make_plan
 from miles_core.run.rl import RLRun
@@ -98,7 +98,7 @@ def test_the_plan_says_what_is_quantised_and_what_engines_get(model: Path):
 def test_the_doctor_says_what_is_quantised_or_why_nothing_can_be(model: Path):
     def found(*words: str) -> list[tuple[str, str]]:
         config = load_config(["--model.path", str(model), *words]).config
-        return [(finding.level, finding.message) for finding in model_checks.quant(config)]
+        return [(finding.level, finding.message) for finding in checks.quant(config)]
 
     assert found() == []
     [(level, message)] = found("--quant.format", "int4")

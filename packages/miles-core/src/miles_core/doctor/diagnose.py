@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from miles_core.config import Config, ConfigError, load_config
 from miles_core.config.plugins import check_plugins
+from miles_core.run.dry_run import model_folder
 
-from . import machine, packages
-from . import model as model_checks
+from . import checks
 from .results import CheckResult
-
-Check = Callable[[], Iterable[CheckResult]]
 
 
 def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[CheckResult]:
@@ -22,22 +21,23 @@ def diagnose(words: Sequence[str] = (), *, model: str | None = None) -> list[Che
         model: a model folder whose chat template is checked, besides the configuration's own.
     """
     config, findings = _configuration(words)
-    checks: dict[str, Check] = {
-        "python": lambda: machine.python(),
-        "torch": lambda: packages.torch(config),
-        "sglang": lambda: packages.sglang(config),
-        "router": lambda: packages.router(config),
-        "ray": lambda: packages.ray(),
-        "packages": lambda: packages.requirements(),
-        "template": lambda: model_checks.template(model or config.model.path, family=config.model.family),
-        "quant": lambda: model_checks.quant(config),
-        "shared memory": lambda: machine.shared_memory(config),
-        "disk": lambda: machine.disk(config),
-        "memory": lambda: machine.memory(config),
-        "ports": lambda: machine.ports(config),
-        "open files": lambda: machine.open_files(config),
+    folder = model_folder(config) if model is None else Path(model).expanduser()
+    by_name: dict[str, Callable[[], Iterable[CheckResult]]] = {
+        "python": lambda: checks.python(),
+        "torch": lambda: checks.torch(config),
+        "sglang": lambda: checks.sglang(config),
+        "router": lambda: checks.router(config),
+        "ray": lambda: checks.ray(),
+        "packages": lambda: checks.requirements(),
+        "template": lambda: checks.template(folder, family=config.model.family),
+        "quant": lambda: checks.quant(config),
+        "shared memory": lambda: checks.shared_memory(config),
+        "disk": lambda: checks.disk(config),
+        "memory": lambda: checks.memory(config),
+        "ports": lambda: checks.ports(config),
+        "open files": lambda: checks.open_files(config),
     }
-    for name, check in checks.items():
+    for name, check in by_name.items():
         try:
             findings += check()
         except Exception as error:  # the boundary: a broken machine breaks checks in any way it likes

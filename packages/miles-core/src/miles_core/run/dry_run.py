@@ -67,23 +67,25 @@ def make_plan(config: Config, kind: Literal["rl", "sft"]) -> str:
     Raises:
         SettingError: the recipe of `[quant]` does not fit the model.
     """
-    shape = read_shape(Path(config.model.path).expanduser()) if config.model.path else None
+    folder = model_folder(config)
+    shape = read_shape(folder)
     processes = list_processes(config, kind, shape)
-    head = [_headline(config, kind), _model_line(config, shape)]
+    lines = [_headline(config, kind), _model_line(config, shape)]
     if config.quant is not None:
-        head.append(
-            quant_line(config.quant, Path(config.model.path).expanduser() if shape and config.model.path else None)
-        )
-    lines = [*head, "", *_table(processes), _total(processes)]
-    return "\n".join([*lines, _checkpoint_line(config, shape)])
+        lines.append(quant_line(config.quant, folder))
+    return "\n".join([*lines, "", *_table(processes), _total(processes), _checkpoint_line(config, shape)])
 
 
-def read_shape(folder: Path) -> ModelShape | None:
-    """The shape of a Hugging Face folder; None where it has no config.json."""
-    file = folder / "config.json"
-    if not file.is_file():
+def model_folder(config: Config) -> Path | None:
+    """What `model.path` names, None where a builder makes the model."""
+    return Path(config.model.path).expanduser() if config.model.path else None
+
+
+def read_shape(folder: Path | None) -> ModelShape | None:
+    """The shape of a Hugging Face folder; None where there is none, or it has no config.json."""
+    if folder is None or not (folder / "config.json").is_file():
         return None
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     shape = {
@@ -226,13 +228,12 @@ def quant_line(recipe: Recipe, model: Path | None) -> str:
         SettingError: the recipe does not fit the model.
     """
     held = "codes and scales" if recipe.quantize_activations else "the values of the codes as plain weights"
-    shapes = stored_shapes(model) if model is not None else {}
-    if model is None or not shapes:
-        return f"quant {recipe.format} · engines get {held} · which matrices is known once the weights are there"
     shape = read_shape(model)
+    shapes = stored_shapes(model) if model is not None and shape is not None else {}
+    if shape is None or not shapes:
+        return f"quant {recipe.format} · engines get {held} · which matrices is known once the weights are there"
     try:
-        fitted = recipe if shape is None else recipe.for_model(shape.num_layers)
-        chosen = fitted.select(shapes)
+        chosen = recipe.for_model(shape.num_layers).select(shapes)
     except QuantError as error:
         raise SettingError(f"`quant` does not fit {model}: {error}") from error
     share = sum(math.prod(shapes[name]) for name in chosen) / sum(map(math.prod, shapes.values()))
