@@ -24,7 +24,6 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
         pytest.skip(f"no kernels for {format} on {torch.cuda.get_device_name()}")
     for name in ("sglang", "ray", "transformers"):
         pytest.importorskip(name)
-    from miles_core.actors.low_precision import serving_folder
     from miles_core.actors.trainer_rank import TrainerRank
     from miles_quant import Recipe
     from miles_rollout.engines import EngineConfig, EngineServer
@@ -33,10 +32,10 @@ def test_an_engine_that_holds_codes_computes_what_the_trainer_computes_with(form
 
     model = save_model(tmp_path / "model", experts=format == "nvfp4")
     recipe = Recipe(format=format)
-    packed = serving_folder(recipe, model=model, out=tmp_path / "codes")
     options = {"skip-tokenizer-init": True, "mem-fraction-static": 0.3}
     config = EngineConfig(device="cuda", dtype="bfloat16", context_length=512, options=options)
     rank = TrainerRank(rank=0, recipe=recipe, fetch=list)
+    packed = rank.serving_folder(model, tmp_path / "codes")
     with EngineServer(config, model_path=packed, log_path=tmp_path / "engine.log") as server, closing(rank):
         training = TrainConfig(
             device="cuda", dtype="bfloat16", fsdp=FSDPConfig(layout="padded"), optimizer=OptimizerConfig(lr=1e-3)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from miles_core.actors.low_precision import serving_folder, serving_shards
 from miles_core.actors.trainer_rank import TrainerRank
 from miles_core.config import Config, ConfigError, load_config, to_dict, to_toml
 from miles_core.doctor import checks
@@ -127,7 +126,7 @@ def test_a_rank_trains_on_sends_and_exports_the_same_values(model: Path, tmp_pat
     try:
         rank.setup(CONFIG, model, None)
         trainer: Any = rank._trainer  # pyright: ignore[reportPrivateUsage]
-        sent = {shard.name: shard.tensor for shard in serving_shards(trainer, PLAIN.for_model(2))}
+        sent = {shard.name: shard.tensor for shard in rank._shards()}  # pyright: ignore[reportPrivateUsage]
         master = {shard.name: shard.tensor.clone() for shard in trainer.shards()}
         lm: Any = trainer._state.model.lm
         ids = torch.arange(12)[None]
@@ -168,10 +167,11 @@ def test_codes_and_scales_are_pushed_without_a_cast(recipe: Recipe | None, dtype
 
 
 def test_engines_that_hold_codes_start_from_a_folder_of_codes(model: Path, tmp_path: Path):
-    assert serving_folder(PLAIN, model=model, out=tmp_path / "codes") == model
+    assert TrainerRank(rank=0, recipe=PLAIN, fetch=list).serving_folder(model, tmp_path / "codes") == model
     recipe = Recipe(format="mxfp8")
-    folder = serving_folder(recipe, model=model, out=tmp_path / "codes")
+    rank = TrainerRank(rank=0, recipe=recipe, fetch=list)
+    folder = rank.serving_folder(model, tmp_path / "codes")
     assert ModelFolder(folder).recipe == recipe.for_model(2)
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert serving_folder(recipe, model=model, out=tmp_path / "codes") == folder
+    assert rank.serving_folder(model, tmp_path / "codes") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written, "an earlier start of the run has made it"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from miles_core.config import ConfigError, load_config, to_dict
 from miles_core.config.keys import type_at
-from miles_core.config.moved import MOVED, new_name
+from miles_core.config.layers import MOVED, new_name
 from miles_core.config.schema import Config
 from miles_core.durable.fingerprint import compare
 

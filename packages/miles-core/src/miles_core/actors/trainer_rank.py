@@ -1,17 +1,29 @@
 """One trainer rank as the loop uses it: builds its batches from groups, trains, pushes its own shards.
 
-A plain class, which `cluster.trainers` gives a process each. Heavy libraries are imported inside, so that the driver
-can import this module without torch.
+A plain class, which `cluster.trainers` gives a process each. Nothing here imports torch before it is used, so that the
+driver can import this module without. With a recipe, `[quant]`, a rank is in low precision:
+
+                  ┌ forward and backward on the values of the codes
+master weights ───┼ push:   codes and scales, or the values that these stand for
+                  └ export: the same, as a folder
+
+Which of the two engines get, `quantize_activations` says: only an engine with low-precision kernels quantises those,
+and it holds codes; any other holds plain values.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_quant.recipe.recipe import Recipe
+import miles_quant
+from miles_quant import Recipe
 from miles_tito.records import Group, Sample
 from miles_tito.records.episodes import to_samples
 from miles_tito.shared.ports import free_port
@@ -25,6 +37,8 @@ from miles_core.batching import OptimizerStep, RankWork, Trained
 from miles_core.config import ModelConfig
 
 from .model_folder import prepare_model_folder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +79,17 @@ class TrainerRank:
         return prepare_model_folder(config, out=out)
 
     def serving_folder(self, model: Path, out: Path) -> Path:
-        """What engines start from: `model`, or its copy in the codes that they hold, made at `out`."""
-        if self._given is None:
-            return model
-        from .low_precision import serving_folder
+        """The folder that engines start from: `model`, or its codes at `out` where engines hold codes.
 
-        return serving_folder(self._given, model=model, out=out)
+        Engines with plain values start from any weights: a version is pushed before they generate.
+        """
+        recipe = self._given
+        if recipe is None or not recipe.quantize_activations:
+            return model
+        if not out.is_dir():
+            miles_quant.write_serving(model, out, _for_model(recipe, model), dtype="bfloat16")
+            logger.info("engines start from %s in %s", out, recipe.format)
+        return out
 
     def free_port(self) -> int:
         """Where the ranks can meet on this machine."""
@@ -80,16 +99,16 @@ class TrainerRank:
         """Load `model` and join the other ranks; returns the trainer's `Layout`.
 
         Raises:
-            QuantError: the recipe does not fit the model, or not the number of ranks.
+            QuantError: the recipe does not fit the model, or a rank's part of a matrix cuts a block.
         """
         self.close()
         self._config = config
         self._trainer = create_trainer(config, model_path=model, rank=self._rank, init_method=init_method)
         if self._given is None:
             return self._trainer.setup(config)
-        from .low_precision import set_up
-
-        layout, self._recipe = set_up(self._trainer, config, recipe=self._given, model=model)
+        self._recipe = _for_model(self._given, model)
+        layout = self._trainer.setup(config, partial(miles_quant.prepare_model, recipe=self._recipe))
+        miles_quant.check_boxes(self._trainer.shards(), self._recipe)
         return layout
 
     def connect(self, engines: Sequence[str], config: PushConfig) -> None:
@@ -138,13 +157,17 @@ class TrainerRank:
         self._trainer.export_hf(path)
 
     def export_serving(self, path: Path) -> None:
-        """Write a Hugging Face folder of what engines hold. Collective."""
+        """Write a Hugging Face folder of what engines hold; rank 0 makes it of the master weights. Collective."""
         if self._recipe is None:
             self.export(path)
             return
-        from .low_precision import export_serving
-
-        export_serving(self._trainer, path, recipe=self._recipe, dtype=self._config.dtype, rank=self._rank)
+        master = path.with_name(path.name + ".master")
+        self.export(master)
+        if self._rank == 0:
+            try:
+                miles_quant.write_serving(master, path, self._recipe, dtype=self._config.dtype)
+            finally:
+                shutil.rmtree(master, ignore_errors=True)
 
     def close(self) -> None:
         self._close_pusher()
@@ -153,12 +176,12 @@ class TrainerRank:
             self._trainer = None
 
     def _shards(self) -> Iterable[Any]:
-        """What engines get of this rank. Collective."""
-        if self._recipe is None:
+        """What engines get of this rank. Collective: maxima over the ranks are agreed on before anything is sent."""
+        recipe = self._recipe
+        if recipe is None:
             return self._trainer.shards()
-        from .low_precision import serving_shards
-
-        return serving_shards(self._trainer, self._recipe)
+        make = miles_quant.quantize_shards if recipe.quantize_activations else miles_quant.round_shards
+        return make(self._trainer.shards, recipe, reduce_max=miles_quant.largest_over_ranks)
 
     def _close_pusher(self) -> None:
         if self._pusher is not None:
@@ -181,3 +204,10 @@ class TrainerRank:
             normalization=loss.normalization,
             max_tokens=loss.max_tokens,
         )
+
+
+def _for_model(recipe: Recipe, model: Path) -> Recipe:
+    """`recipe` for the number of layers that the folder's configuration says."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    layers = config.get("text_config", config).get("num_hidden_layers")
+    return recipe if layers is None else recipe.for_model(int(layers))

@@ -1,10 +1,14 @@
 """From the words of a command line to one table: files in the order given, then overrides; the last one wins.
 
 @ recipe.toml @ mine.toml --rollout.group-size 16 --train.loss.kind=policy --eval.at-start
+
+A key that had another name or place in an earlier release is from a user an error that says the new one. What a run
+directory has kept is read as it was meant.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from .keys import KIND, KeyPath, fields, is_plugin, names_at, options, type_at, unions
+from .keys import KIND, KeyPath, fields, is_plugin, leaves, names_at, options, type_at, unions
 from .problems import Problem, suggestion
 from .schema import Config
 
 RECIPES = Path(str(importlib.resources.files("miles_core"))) / "recipes"
+
+MOVED: Mapping[str, str] = {
+    "train.layout": "train.fsdp.layout",
+    "train.activation_checkpointing": "train.fsdp.activation_checkpointing",
+    "train.reshard_after_forward": "train.fsdp.reshard_after_forward",
+}
+"""Old name -> new name, of keys and of whole tables."""
 
 
 @dataclass
@@ -52,12 +63,12 @@ class Layers:
         return below if isinstance(below, dict) else {}
 
     def over(self, stored: Mapping[str, Any]) -> Layers:
-        """These layers laid over a whole configuration that an earlier run kept.
+        """These layers laid over a whole configuration that an earlier run kept, maybe under older names.
 
         Where they choose another kind of a table, what is kept of the table is what the new kind has too.
         """
         below = Layers(files=self.files, problems=self.problems)
-        below.merge(stored, "config.json")
+        below.merge(translate(stored), "config.json")
         for union in unions(Config):
             chosen = union.chosen(get(self.table, (*union.path, KIND)))
             if chosen is not None and get(below.table, union.path):
@@ -145,6 +156,42 @@ def put(table: dict[str, Any], path: KeyPath, value: Any) -> None:
     table[path[-1]] = value
 
 
+def new_name(path: KeyPath) -> KeyPath | None:
+    """Where the key is that was at `path`; None where there never was one."""
+    for old, new in MOVED.items():
+        parts = tuple(old.split("."))
+        if path[: len(parts)] == parts:
+            return (*new.split("."), *path[len(parts) :])
+    return None
+
+
+def translate(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that a run kept, in today's keys.
+
+    A table of several kinds once had the keys of all of them: those of another kind are left out at their defaults,
+    where they said nothing. Any other value stays, and is an error when the configuration is read.
+    """
+    table = copy.deepcopy(dict(stored))
+    for old, new in MOVED.items():
+        *parent, name = old.split(".")
+        own = get(table, (*parent,))
+        if isinstance(own, dict) and name in own:
+            put(table, (*new.split("."),), own.pop(name))
+    for union in unions(Config):
+        own = get(table, union.path)
+        chosen = union.chosen(own.get(KIND, union.default)) if isinstance(own, dict) else None
+        if chosen is None:
+            continue
+        silent = {
+            (key.path[-1], _plain(key.default))
+            for kind in union.kinds.values()
+            for key in leaves(kind)
+            if key.path[-1] not in fields(chosen)
+        }
+        put(table, union.path, {name: v for name, v in own.items() if (name, _plain(v)) not in silent})
+    return table
+
+
 def _split(words: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
     rest = list(words)
     while rest:
@@ -187,3 +234,7 @@ def _means_none(value: Any, path: KeyPath) -> bool:
     """TOML has no null: the text "none" is one, for keys that may be absent."""
     annotation = type_at(Config, path)
     return value == "none" and annotation is not None and type(None) in options(annotation)
+
+
+def _plain(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)

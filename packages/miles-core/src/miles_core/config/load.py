@@ -13,20 +13,8 @@ from miles_tito.shared.plugins import Plugin
 from pydantic import TypeAdapter, ValidationError
 
 from .checks import Kind, check, unread, warnings
-from .keys import (
-    KIND,
-    NAME,
-    KeyPath,
-    is_plugin,
-    leaves,
-    names_at,
-    tables_of,
-    type_at,
-    type_name,
-    unions,
-)
-from .layers import Layers, get, key_path, put, read_layers
-from .moved import new_name, translate
+from .keys import KIND, NAME, KeyPath, is_plugin, leaves, names_at, tables_of, type_at, type_name, unions
+from .layers import Layers, get, key_path, new_name, put, read_layers
 from .problems import ConfigError, Problem, own_message, suggestion
 from .schema import Config
 
@@ -63,7 +51,7 @@ def load_config(words: Sequence[str], *, kind: Kind | None = None, stored: Mappi
     layers = read_layers(words)
     given = set(layers.sources)
     if stored is not None:
-        layers = layers.over(translate(stored))
+        layers = layers.over(stored)
     config, problems, repaired = validate(layers)
     if layers.problems:  # what an unreadable file holds cannot be missed by the checks below
         raise ConfigError([*layers.problems, *problems])

@@ -23,7 +23,7 @@ from miles_tito.shared.safetensors import read_header
 
 from miles_core.config import Config, to_dict
 from miles_core.config.keys import is_plugin, leaves
-from miles_core.config.moved import translate
+from miles_core.config.layers import translate
 
 MAY_CHANGE = (
     *("run.name", "run.dir", "run.steps", "sft.steps", "model.path"),

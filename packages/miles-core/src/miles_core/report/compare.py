@@ -123,7 +123,7 @@ def datasets(runs: Sequence[RunData]) -> list[str]:
 
 def differing_keys(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Configuration keys whose values differ, with the value in each run; old keys by their new names."""
-    from miles_core.config.moved import translate  # 0.4 s to import, which a report of one run does without
+    from miles_core.config.layers import translate  # 0.4 s to import, which a report of one run does without
 
     flat = [dict(_flatten(translate(run.config))) for run in runs]
     rows = [(key, [one.get(key, "not set") for one in flat]) for key in sorted({key for one in flat for key in one})]
