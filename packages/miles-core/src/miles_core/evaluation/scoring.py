@@ -63,24 +63,23 @@ class DatasetScorer:
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = {
-                    name: running.create_task(self._dataset(name, step, run_group), name=f"evaluate {name}")
-                    for name in self._datasets
+                    name: running.create_task(
+                        evaluate(
+                            self._prompts[name],
+                            run_group=run_group,
+                            samples_per_prompt=dataset.samples_per_prompt,
+                            sampling=dataset.sampling,
+                            name=name,
+                            tag=f"{step}.{self._count}",
+                            success_reward=dataset.success_reward,
+                        ),
+                        name=f"evaluate {name}",
+                    )
+                    for name, dataset in self._datasets.items()
                 }
         finally:
             self._remove(self._folders()[: -self._keep] if self._keep else self._folders())
         return [self._score(name, step, task.result()) for name, task in tasks.items()]
-
-    async def _dataset(self, name: str, step: int, run_group: RunGroup) -> EvalResult:
-        dataset = self._datasets[name]
-        return await evaluate(
-            self._prompts[name],
-            run_group=run_group,
-            samples_per_prompt=dataset.samples_per_prompt,
-            sampling=dataset.sampling,
-            name=name,
-            tag=f"{step}.{self._count}",
-            success_reward=dataset.success_reward,
-        )
 
     def _score(self, name: str, step: int, result: EvalResult) -> DatasetScore:
         prefix = "eval" if name == "eval" else f"eval/{name}"

@@ -26,14 +26,15 @@ WINDOW = 8
 LARGE_GAP = 0.2
 """Nats a token. FP8 engines beside a BF16 trainer stay below 0.05."""
 
+LEAST_STALL_S = 300.0
+"""A step that took less has not stalled."""
+
 Steps = Sequence[Mapping[str, float]]
-OnAlarm = Callable[[str, str], None]
-"""Called with the alarm's name and its sentence."""
 
 
 def queue_empty(steps: Steps) -> str | None:
     """The trainer starves: it waited for groups more than half of every step."""
-    shares = [_share(step, "time/take_wait") for step in steps]
+    shares = [step.get("time/take_wait", 0.0) / max(step["time/step"], 1e-9) for step in steps]
     if min(shares) <= 0.5 or max(step.get("buffer/queued", 1.0) for step in steps) > 0:
         return None
     return (
@@ -107,7 +108,11 @@ RULES = (queue_empty, queue_full, logprob_gap_rising, logprob_gap_large, all_ali
 class Alarms(Monitor):
     """A monitor that writes no numbers but says, in the log and to `on_alarm`, when they are alarming."""
 
-    def __init__(self, *, on_alarm: OnAlarm, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, on_alarm: Callable[[str, str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            on_alarm: gets the alarm's name and its sentence.
+        """
         self._on_alarm = on_alarm
         self._clock = clock
         self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
@@ -130,22 +135,22 @@ class Alarms(Monitor):
     def rewind(self, step: int) -> None:
         self._steps.clear()
 
-    def check_stall(self, *, least_s: float = 300.0) -> None:
-        """Sound when the present step takes far longer than those before: ten times the median, `least_s` at least."""
+    def check_stall(self) -> None:
+        """Sound when the present step takes far longer than those before: ten times the median."""
         waited = self._clock() - self._last_step_at
         usual = statistics.median(self._seconds) if self._seconds else 0.0
         text = None
-        if self._seconds and waited > max(10 * usual, least_s):
+        if self._seconds and waited > max(10 * usual, LEAST_STALL_S):
             text = (
                 f"No step has ended for {format_seconds(waited)}; one takes {format_seconds(usual)} as a rule. Look at "
                 "`miles ledger` for what runs, and at the logs of engines and workers."
             )
         self._judge("stall", text)
 
-    async def watch(self, *, every_s: float = 10.0) -> None:
-        """Check for stalls until cancelled."""
+    async def watch(self) -> None:
+        """Check for stalls every ten seconds until cancelled."""
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(10.0)
             self.check_stall()
 
     def _judge(self, name: str, text: str | None) -> None:
@@ -155,7 +160,3 @@ class Alarms(Monitor):
             self._sounding.add(name)
             logger.warning("%s: %s", name, text)
             self._on_alarm(name, text)
-
-
-def _share(step: Mapping[str, float], name: str) -> float:
-    return step.get(name, 0.0) / max(step.get("time/step", 0.0), 1e-9)

@@ -81,13 +81,11 @@ class RunSummary:
             lines.append(f"held-out score {self.eval_before:.3f} before RL, {self.eval_after:.3f} after ({gain:+.3f})")
         elif (score := self.eval_after if self.eval_after is not None else self.eval_before) is not None:
             lines.append(f"held-out score {score:.3f}")
-        speed = [
-            _share("engine utilisation", self.engine_utilisation),
-            _share("trainer utilisation", self.trainer_utilisation),
-        ]
-        if self.samples_per_s is not None:
-            speed.insert(0, f"{self.samples_per_s:.2f} samples/s")
-        if speed := [part for part in speed if part]:
+        speed = [] if self.samples_per_s is None else [f"{self.samples_per_s:.2f} samples/s"]
+        for who, share in (("engine", self.engine_utilisation), ("trainer", self.trainer_utilisation)):
+            if share is not None:
+                speed.append(f"{who} utilisation {share:.0%}")
+        if speed:
             lines.append(", ".join(speed))
         if self.fates:
             lines.append(self.fates_line())
@@ -183,7 +181,3 @@ class MultiMonitor(Monitor):
                     type(error).__name__,
                     error,
                 )
-
-
-def _share(name: str, value: float | None) -> str:
-    return "" if value is None else f"{name} {value:.0%}"

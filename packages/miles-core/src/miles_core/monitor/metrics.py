@@ -43,7 +43,7 @@ def rollout_metrics(groups: Sequence[GroupRef], *, version: int) -> dict[str, fl
         "batch/tokens": float(sum(lengths)),
         "batch/loss_tokens": float(sum(tokens)),
     }
-    return metrics | environment_metrics(episodes)
+    return metrics | _environment_metrics(episodes)
 
 
 class Arrivals:
@@ -83,7 +83,7 @@ def fate_metrics(counts: FateCounts) -> dict[str, float]:
     return {f"fate/{name}": float(getattr(counts, name)) for name in names}
 
 
-def environment_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
+def _environment_metrics(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
     """`env/<name>` is the mean over the episodes that report `name`, `env/<name>_coverage` their share if below 1."""
     metrics: dict[str, float] = {}
     for name in sorted({name for episode in episodes for name in episode.metrics}):

@@ -51,10 +51,10 @@ class PrometheusMonitor(Monitor):
         logger.info("Prometheus metrics at %s", self.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        latest = {name: float(value) for name, value in metrics.items()} | {"step": float(step)}
-        self._latest = self._latest | latest  # a new dict: a scrape in another thread sees one step or the next
+        self.log_late(step, {**metrics, "step": step})
 
     def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
+        # a new dict: a scrape in another thread sees one step or the next
         self._latest = self._latest | {name: float(value) for name, value in metrics.items()}
 
     def finish(self, summary: RunSummary) -> None:
@@ -65,11 +65,7 @@ class PrometheusMonitor(Monitor):
     def collect(self) -> Any:
         """Called by prometheus_client at every scrape."""
         for name, value in sorted(self._latest.items()):
-            family = GaugeMetricFamily(exposed_name(name), describe(name) or name, labels=["run"])
+            exposed = "miles_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)  # `logprob_gap/mean`: miles_logprob_gap_mean
+            family = GaugeMetricFamily(exposed, describe(name) or name, labels=["run"])
             family.add_metric([self._run_name], value)
             yield family
-
-
-def exposed_name(name: str) -> str:
-    """`logprob_gap/mean` -> `miles_logprob_gap_mean`."""
-    return "miles_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)

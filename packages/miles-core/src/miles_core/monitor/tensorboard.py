@@ -36,8 +36,7 @@ class TensorboardMonitor(Monitor):
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.log(step, metrics)
+    log_late = log
 
     def rewind(self, step: int) -> None:
         """TensorBoard drops what this directory says of later steps."""

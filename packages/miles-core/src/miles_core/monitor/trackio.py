@@ -36,8 +36,7 @@ class TrackioMonitor(Monitor):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
-    def log_late(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.log(step, metrics)
+    log_late = log
 
     def finish(self, summary: RunSummary) -> None:
         self._run.finish()
