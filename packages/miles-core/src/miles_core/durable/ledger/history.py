@@ -25,10 +25,6 @@ _ENDINGS = {
     Fate.FAILED: "discarded for its failed episodes",
     Fate.ABORTED: "aborted",
 }
-_GROUPS = (
-    "SELECT number, group_id, prompt_id, fate, reason, issued_at, retry_of, is_retry_due, finished_at, file, offset "
-    "FROM groups LEFT JOIN segments USING (segment) WHERE"
-)
 
 
 class _Group(NamedTuple):
@@ -64,7 +60,9 @@ def why(path: Path, name: str) -> str:
 
 
 def _groups(db: sqlite3.Connection, condition: str, value: str) -> list[_Group]:
-    return [_Group(*row) for row in db.execute(f"{_GROUPS} {condition}", (value,))]
+    columns = ", ".join(_Group._fields)
+    rows = db.execute(f"SELECT {columns} FROM groups LEFT JOIN segments USING (segment) WHERE {condition}", (value,))
+    return [_Group(*row) for row in rows]
 
 
 def _inside_a_group(db: sqlite3.Connection, name: str) -> list[str]:

@@ -44,12 +44,13 @@ _STEPS = (
 def overview(path: Path) -> dict[str, Any]:
     """Fates, starts, steps, episodes, evaluations, and what contradicts what, as plain data."""
     with reading(path) as db:
+        db.row_factory = sqlite3.Row
         return {
             "schema": SCHEMA_VERSION,
             "proof": queries.counts(db).proof(),
-            "steps": _rows(db, _STEPS)[0],
+            "steps": dict(db.execute(_STEPS).fetchone()),
             "failed_attempts": db.execute("SELECT count(*) FROM attempts").fetchone()[0],
-            **{name: _rows(db, sql) for name, sql in _LISTS.items()},
+            **{name: [dict(row) for row in db.execute(sql)] for name, sql in _LISTS.items()},
             "problems": verify(db),
         }
 
@@ -245,9 +246,3 @@ def _about(what: str, rows: Iterable[tuple[int]], db: sqlite3.Connection) -> Ite
         names = ", ".join(queries.group_id(db, number) for number in numbers[:EXAMPLES])
         more = ", …" if len(numbers) > EXAMPLES else ""
         yield f"{len(numbers)} {'group' if len(numbers) == 1 else 'groups'} {what}: {names}{more}."
-
-
-def _rows(db: sqlite3.Connection, sql: str) -> list[dict[str, Any]]:
-    cursor = db.execute(sql)
-    names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
