@@ -71,6 +71,10 @@ def test_arguments_that_do_not_fit_are_told_with_the_signature(user_code: Path) 
         call("my_package.grading:build", 3, keywords={"color": "blue"}, what="env.target")
     with pytest.raises(ImportStringError, match="missing a required argument: 'size'"):
         call("my_package.grading:build", keywords={}, what="env.target")
+    with pytest.raises(
+        ImportStringError, match=r"required argument: 'size'\. It has no argument 'colur'\. Did you mean colour\?"
+    ):
+        call("my_package.grading:build", keywords={"colur": "blue"}, what="env.target")
     with pytest.raises(ImportStringError, match="a str that cannot be called"):
         call("os:sep", keywords={}, what="env.target")
 

@@ -98,7 +98,7 @@ def check_call(found: Any, positional: int, keywords: Mapping[str, Any], *, what
     except TypeError as error:
         raise ImportStringError(
             f"`{what}` is {target!r} and takes {signature}, which {positional} positional arguments and the keyword "
-            f"arguments {dict(keywords)} do not fit: {error}."
+            f"arguments {dict(keywords)} do not fit: {error}.{_unknown(signature, keywords)}"
         ) from error
 
 
@@ -155,6 +155,14 @@ def check_name(choice: str | Plugin, table: Mapping[str, object], *, kind: str, 
         f"{said}No {kind} is called {name!r}.{_near(name, list(table))} Built in: {', '.join(sorted(table))}; "
         f"your own is an import string such as 'my_pkg.module:my_{kind.replace(' ', '_')}'."
     )
+
+
+def _unknown(signature: inspect.Signature, keywords: Mapping[str, Any]) -> str:
+    """A sentence for each keyword that the signature does not have."""
+    known = list(signature.parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        return ""
+    return "".join(f" It has no argument {name!r}.{_near(name, known)}" for name in keywords if name not in known)
 
 
 def _siblings(module: str) -> list[str]:
